@@ -1,0 +1,51 @@
+// How data moves. A Backend belongs to one process set on one engine and runs buckets that the control plane has put in
+// one global order; it knows nothing of names, negotiation or handles.
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+#include "common/types.h"
+
+namespace fusewire {
+
+// One tensor of a bucket. `input.data == nullptr`: this rank is absent and contributes the operator's identity.
+// `output.data == nullptr`: the result is not wanted here. Input and output may be the same memory.
+struct Segment {
+  TensorView input;
+  TensorView output;
+};
+
+// Tensors that are reduced together. All members of the process set hold equal Buckets but for the pointers, strides
+// and absences in their segments.
+struct Bucket {
+  OpKind kind = OpKind::kAllreduce;
+  ReduceOp op = ReduceOp::kSum;
+  DataType dtype = DataType::kFloat32;
+  DataType wire = DataType::kFloat32;  // narrower than dtype under fp16 / bf16 compression
+  double prescale = 1.0;
+  double postscale = 1.0;
+  int root = 0;  // broadcast: rank inside the process set
+  std::vector<Segment> segments;
+  int64_t elements = 0;  // sum of the segments' numel
+};
+
+class Backend {
+ public:
+  virtual ~Backend() = default;
+  virtual std::string_view name() const = 0;
+
+  // Runs the bucket to its end on the calling thread. Called by one thread at a time, in the same order on every
+  // member. Throws Error: kCollective for a failure of its own, kPeerLost / kStalled / kShutdown after abort().
+  virtual void run(const Bucket& bucket) = 0;
+
+  // Makes a run() in progress on ANY member, and every later one, throw soon. Thread-safe, idempotent.
+  virtual void abort() noexcept = 0;
+
+  // Ranks (inside the set) whose progress is behind in the bucket that run() is in; empty when none is. Thread-safe.
+  virtual std::vector<int> laggards() const = 0;
+};
+
+}  // namespace fusewire

@@ -1,0 +1,28 @@
+// The data plane of one host: collectives through shared memory. See shm_*.cc, one algorithm per file.
+#pragma once
+
+#include <chrono>
+#include <cstddef>
+#include <cstdint>
+#include <functional>
+#include <memory>
+
+#include "collective/backend.h"
+
+namespace fusewire {
+
+struct ShmOptions {
+  int rank = 0;  // inside the process set
+  int size = 1;
+  int64_t chunk_bytes = 0;                  // 0: chosen by message size and free cores
+  std::chrono::microseconds spin{20};       // before a wait sleeps
+  std::chrono::nanoseconds abort_after{0};  // a wait inside run() longer than this throws kStalled; 0: never
+};
+
+// Bytes of shared memory that a set of `size` ranks needs; all members map the same zero-filled region of that size.
+size_t shm_region_bytes(int size);
+
+// `region` must outlive the backend.
+std::unique_ptr<Backend> make_shm_backend(std::byte* region, const ShmOptions& options);
+
+}  // namespace fusewire

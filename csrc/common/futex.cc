@@ -1,0 +1,37 @@
+#include "common/futex.h"
+
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <climits>
+
+namespace fusewire {
+namespace {
+
+const uint32_t* address(const std::atomic<uint32_t>& word) {
+  static_assert(sizeof(std::atomic<uint32_t>) == sizeof(uint32_t));
+  return reinterpret_cast<const uint32_t*>(&word);
+}
+
+}  // namespace
+
+void futex_wait(const std::atomic<uint32_t>& word, uint32_t expected, std::optional<std::chrono::nanoseconds> timeout,
+                uint32_t mask) {
+  timespec until{};
+  if (timeout) {
+    // FUTEX_WAIT_BITSET takes an absolute time on CLOCK_MONOTONIC.
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    const int64_t nanos = until.tv_nsec + (timeout->count() < 0 ? 0 : timeout->count());
+    until.tv_sec += static_cast<time_t>(nanos / 1'000'000'000);
+    until.tv_nsec = static_cast<long>(nanos % 1'000'000'000);
+  }
+  syscall(SYS_futex, address(word), FUTEX_WAIT_BITSET, expected, timeout ? &until : nullptr, nullptr, mask);
+}
+
+void futex_wake(const std::atomic<uint32_t>& word, int count, uint32_t mask) {
+  syscall(SYS_futex, address(word), FUTEX_WAKE_BITSET, count, nullptr, nullptr, mask);
+}
+
+}  // namespace fusewire

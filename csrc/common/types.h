@@ -1,0 +1,82 @@
+// The vocabulary every other folder shares: element types, reduction operators, operations, and a view of a tensor
+// that owns nothing. No torch, no CUDA, no threads.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <string>
+#include <string_view>
+#include <vector>
+
+namespace fusewire {
+
+enum class DataType : uint8_t {
+  kUInt8,
+  kInt8,
+  kUInt16,
+  kInt16,
+  kUInt32,
+  kInt32,
+  kUInt64,
+  kInt64,
+  kFloat16,
+  kBFloat16,
+  kFloat32,
+  kFloat64,
+  kBool,
+  kComplex64,
+  kComplex128,
+};
+inline constexpr int kDataTypeCount = 15;
+
+enum class ReduceOp : uint8_t { kSum, kAverage, kMin, kMax, kProduct };
+inline constexpr int kReduceOpCount = 5;
+
+// What a negotiated unit asks for. Barrier moves no data; kAddProcessSet carries the ranks in UnitSpec::ranks.
+enum class OpKind : uint8_t { kAllreduce, kBroadcast, kBarrier, kAddProcessSet, kRemoveProcessSet };
+inline constexpr int kOpKindCount = 5;
+
+enum class DeviceType : uint8_t { kCpu, kCuda };
+
+struct Device {
+  DeviceType type = DeviceType::kCpu;
+  int8_t index = 0;
+  bool operator==(const Device&) const = default;
+};
+
+using Dims = std::vector<int64_t>;
+
+size_t size_of(DataType type);
+std::string_view to_string(DataType type);
+std::string_view to_string(ReduceOp op);
+std::string_view to_string(OpKind kind);
+std::string_view to_string(DeviceType type);
+std::string to_string(const Dims& dims);  // "[2, 3]"
+
+bool is_floating(DataType type);  // fp16, bf16, fp32, fp64
+bool is_complex(DataType type);
+bool is_integer(DataType type);  // all integers, bool excluded
+
+// Whether `op` has a meaning for `type`; `allowed_ops` is the text an error shows ("Sum, Average, ...").
+bool supports(DataType type, ReduceOp op);
+std::string allowed_ops(DataType type);
+
+int64_t numel(const Dims& sizes);
+
+// A strided window on memory somebody else keeps alive. Strides count elements. `data == nullptr` with a non-zero
+// numel means "absent": nothing to read (as an input) or nowhere to write (as an output).
+struct TensorView {
+  void* data = nullptr;
+  DataType dtype = DataType::kFloat32;
+  Device device;
+  Dims sizes;
+  Dims strides;
+  void* ready_event = nullptr;  // CUDA: the event after which `data` may be read; null on CPU
+
+  int64_t numel() const { return fusewire::numel(sizes); }
+  bool is_contiguous() const;  // row-major without gaps: logical order is memory order
+};
+
+TensorView contiguous_view(void* data, DataType dtype, Dims sizes);
+
+}  // namespace fusewire

@@ -1,0 +1,93 @@
+// What ranks tell each other, as plain data. wire.h turns these into bytes and back, validating everything.
+#pragma once
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common/error.h"
+#include "common/types.h"
+
+namespace fusewire {
+
+// What all ranks must agree on for one tensor.
+struct TensorSpec {
+  DataType dtype = DataType::kFloat32;
+  DataType wire = DataType::kFloat32;
+  DeviceType device = DeviceType::kCpu;
+  Dims shape;
+  bool operator==(const TensorSpec&) const = default;
+};
+
+// Note [Units]
+// The unit of negotiation is one tensor or one explicit group: a group is a unit with several tensors, so it is
+// all-or-nothing by construction, has one cache id, and costs the protocol no more than a single tensor. A rank may be
+// absent for any tensor of a unit: one bit per tensor.
+struct UnitSpec {
+  OpKind kind = OpKind::kAllreduce;
+  ReduceOp op = ReduceOp::kSum;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  int32_t root = 0;          // broadcast: GLOBAL rank of the root
+  uint32_t process_set = 0;  // 0 is the global set
+  std::string name;          // unique among the units in flight in its process set
+  std::vector<TensorSpec> tensors;
+  std::vector<int32_t> ranks;  // kAddProcessSet only: the members, sorted
+  bool operator==(const UnitSpec&) const = default;
+};
+
+using CacheId = uint32_t;
+inline constexpr CacheId kNoCacheId = UINT32_MAX;
+
+// "This rank is ready for this unit." Either a cache id (the rank and the root hold the same description) or a full
+// one.
+struct Request {
+  CacheId id = kNoCacheId;
+  std::optional<UnitSpec> spec;  // set exactly when id == kNoCacheId
+  std::vector<bool> absent;      // empty: present for every tensor; else one bit per tensor
+};
+
+// Rank -> root.
+struct RequestList {
+  uint64_t acked = 0;               // sequence number of the last ResponseList this rank has applied
+  std::vector<uint64_t> completed;  // buckets this rank (first member of their set) has finished
+  std::vector<Request> requests;
+};
+
+// One unit inside a response. With `id` cached on the receiver, `name` is empty. A unit seen for the first time carries
+// its name, and the id it gets from now on (kNoCacheId: it is not cached).
+struct ResponseUnit {
+  CacheId id = kNoCacheId;
+  std::string name;
+};
+
+// Units to run together, in this order; members of `process_set` run it, all others ignore it.
+struct ResponseBucket {
+  uint64_t bucket = 0;  // number of the bucket, strictly increasing over the whole job
+  uint32_t process_set = 0;
+  bool skip = false;  // every member was absent for every tensor: complete, touch nothing
+  std::vector<ResponseUnit> units;
+  // Tensors (unit index, tensor index) for which ALL members were absent inside a unit that is not skipped as a whole.
+  std::vector<std::pair<uint32_t, uint32_t>> skipped;
+};
+
+// One unit that failed, on every member alike.
+struct ResponseError {
+  uint32_t process_set = 0;
+  std::string name;
+  ErrorCode code = ErrorCode::kInternal;
+  int32_t rank = -1;
+  std::string message;
+};
+
+// Root -> every rank (the same bytes for all).
+struct ResponseList {
+  uint64_t sequence = 0;
+  std::vector<CacheId> evicted;  // applied before the buckets
+  std::vector<ResponseBucket> buckets;
+  std::vector<ResponseError> errors;
+  std::optional<ResponseError> fatal;  // the whole job has failed
+};
+
+}  // namespace fusewire

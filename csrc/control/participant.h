@@ -1,0 +1,76 @@
+// Every rank's half of negotiation (the root has one too), as a pure state machine. It mirrors the response cache,
+// knows which units are in flight here, and turns responses into work.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <optional>
+#include <vector>
+
+#include "control/message.h"
+
+namespace fusewire {
+
+// A unit's name in flight here, as its submitter knows it.
+using UnitToken = uint64_t;
+
+struct WorkUnit {
+  UnitToken token = 0;
+  std::vector<bool> skipped;  // empty: none; else one bit per tensor that nobody had
+  uint32_t created_set = 0;   // kAddProcessSet: the id of the new set
+};
+
+struct Work {
+  uint64_t bucket = 0;
+  uint32_t process_set = 0;
+  bool skip = false;
+  bool report_completion = false;  // call Participant::completed(bucket) when it has run
+  std::vector<WorkUnit> units;     // in the order all members use
+};
+
+struct Failure {
+  UnitToken token = 0;
+  ErrorCode code = ErrorCode::kInternal;
+  int rank = -1;
+  std::string message;
+};
+
+class Participant {
+ public:
+  Participant(int rank, int size);
+  ~Participant();
+  Participant(const Participant&) = delete;
+  Participant& operator=(const Participant&) = delete;
+
+  // Announces a unit. Throws Error(kDuplicateName) when the name is in flight in that process set, and
+  // Error(kInvalidArgument) when the set does not exist or this rank is not a member.
+  void submit(UnitSpec spec, std::vector<bool> absent, UnitToken token);
+
+  void completed(uint64_t bucket);
+
+  // What to send to the root. An acknowledgement alone is sent only when a response evicted something.
+  bool has_outgoing() const;
+  RequestList take_outgoing();
+
+  // Applies a response in sequence order. A fatal response is returned as it is and fails nothing by itself.
+  struct Outcome {
+    std::vector<Work> work;
+    std::vector<Failure> failures;
+    std::optional<ResponseError> fatal;
+  };
+  Outcome apply(const ResponseList& response);
+
+  // Units in flight: how many, and their tokens (to fail them all).
+  size_t pending() const;
+  std::vector<UnitToken> take_pending();
+
+  // Members of a set (global ranks, sorted), nullptr when it does not exist. Set 0 always exists. A set is created by
+  // applying the response to a kAddProcessSet unit; its id is the number of sets created before it, on every rank.
+  const std::vector<int32_t>* members(uint32_t process_set) const;
+
+ private:
+  struct Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace fusewire

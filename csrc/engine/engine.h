@@ -1,0 +1,91 @@
+// The Engine: everything one rank needs to take part in collectives. An object, not a singleton: a process may hold
+// many (tests run eight ranks as threads).
+#pragma once
+
+#include <cstdint>
+#include <functional>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "common/config.h"
+#include "common/error.h"
+#include "common/types.h"
+#include "engine/handle.h"
+#include "transport/endpoint.h"
+
+namespace fusewire {
+
+// One tensor of a submission.
+struct SubmittedTensor {
+  TensorView input;   // data == nullptr: absent, contributes the identity
+  TensorView output;  // may be the input; data == nullptr: result not wanted here
+  DataType wire = DataType::kFloat32;
+  bool absent = false;  // no value here in this window; `input` (a stale value) still counts if somebody has one
+};
+
+struct Submission {
+  OpKind kind = OpKind::kAllreduce;
+  ReduceOp op = ReduceOp::kSum;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  int32_t root = 0;  // broadcast: global rank
+  uint32_t process_set = 0;
+  std::string name;
+  std::vector<SubmittedTensor> tensors;  // more than one: an explicit group, all or nothing
+  std::vector<int32_t> ranks;            // kAddProcessSet: sorted global ranks
+  std::shared_ptr<void> keep_alive;      // keeps every `data` pointer valid
+};
+
+struct EngineStats {
+  uint64_t units = 0;    // units completed
+  uint64_t buckets = 0;  // buckets run here
+  uint64_t bytes = 0;    // bytes of those buckets, in their wire type
+};
+
+class Engine {
+ public:
+  // Takes part as endpoint->rank(). Starts the coordinator thread ("fw-coord") and, on first need, the executor thread
+  // ("fw-exec").
+  Engine(std::unique_ptr<Endpoint> endpoint, const Config& config);
+  ~Engine();  // shutdown(true, "engine destroyed")
+  Engine(const Engine&) = delete;
+  Engine& operator=(const Engine&) = delete;
+
+  int rank() const;
+  int size() const;
+
+  // Hands a unit over; returns at once. Throws Error: kDuplicateName, kInvalidArgument (unknown process set, not a
+  // member), kInvalidType (an operator without meaning for a dtype), kShutdown, or the error that has failed the
+  // engine. `wake == false` leaves the coordinator asleep: for a caller that waits right away.
+  Handle submit(Submission submission, bool wake = true);
+
+  // Until done; drives the engine meanwhile. Throws the unit's error. Never needs the GIL: call it without.
+  void wait(const Handle& handle);
+  void wait_all(const std::vector<Handle>& handles);  // throws the first error after all are done
+
+  // Whether it is done. Never blocks.
+  bool poll(const Handle& handle);
+
+  // Leaves the job: pending units fail with kShutdown, peers are told. `clean == false` means "I failed, for this
+  // reason". Idempotent; joins all threads.
+  void shutdown(bool clean, const std::string& reason);
+
+  // Whether the engine has failed for good (peer lost, stalled, ...); the error it failed with.
+  std::shared_ptr<const Error> failure() const;
+
+  // Members of a process set (global ranks, sorted); throws kInvalidArgument when there is no such set.
+  std::vector<int32_t> members(uint32_t process_set) const;
+
+  EngineStats stats() const;
+  size_t pending() const;  // units in flight here
+
+  // In a forked child: drop descriptors and mappings; every later call raises kShutdown.
+  void abandon_after_fork() noexcept;
+
+ private:
+  class Impl;
+  std::unique_ptr<Impl> impl_;
+};
+
+}  // namespace fusewire

@@ -1,0 +1,41 @@
+// What a submitter holds while its unit is in flight.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+#include <memory>
+#include <vector>
+
+#include "common/error.h"
+
+namespace fusewire {
+
+// Note [Who drops a keep-alive]
+// `keep_alive` may own a Python object, whose last reference must be dropped under the GIL. So the engine never drops
+// it: a Handle that the submitter has let go of before its unit completed is put on the engine's list of retired
+// handles, and the list is emptied by the next thread that submits, waits or shuts down (all of them are the user's).
+class HandleState {
+ public:
+  bool done() const { return done_.load(std::memory_order_acquire); }
+
+  // Valid once done().
+  bool ok() const { return !error_; }
+  const std::shared_ptr<const Error>& error() const { return error_; }
+  const std::vector<bool>& skipped() const { return skipped_; }  // empty: none; else per tensor: nobody had it
+  uint32_t created_set() const { return created_set_; }
+
+  std::shared_ptr<void> keep_alive;
+
+ private:
+  friend class Engine;
+  friend class Executor;
+  std::atomic<bool> done_{false};
+  std::shared_ptr<const Error> error_;
+  std::vector<bool> skipped_;
+  uint32_t created_set_ = 0;
+};
+
+using Handle = std::shared_ptr<HandleState>;
+
+}  // namespace fusewire

@@ -1,0 +1,1 @@
+# Adds csrc/kernels/cpu to fusewire_kernels: one source, compiled once per instruction set.
