@@ -5,7 +5,7 @@
 #include <time.h>
 #include <unistd.h>
 
-#include <climits>
+#include <cerrno>
 
 namespace fusewire {
 namespace {
@@ -17,7 +17,7 @@ const uint32_t* address(const std::atomic<uint32_t>& word) {
 
 }  // namespace
 
-void futex_wait(const std::atomic<uint32_t>& word, uint32_t expected, std::optional<std::chrono::nanoseconds> timeout,
+bool futex_wait(const std::atomic<uint32_t>& word, uint32_t expected, std::optional<std::chrono::nanoseconds> timeout,
                 uint32_t mask) {
   timespec until{};
   if (timeout) {
@@ -27,7 +27,8 @@ void futex_wait(const std::atomic<uint32_t>& word, uint32_t expected, std::optio
     until.tv_sec += static_cast<time_t>(nanos / 1'000'000'000);
     until.tv_nsec = static_cast<long>(nanos % 1'000'000'000);
   }
-  syscall(SYS_futex, address(word), FUTEX_WAIT_BITSET, expected, timeout ? &until : nullptr, nullptr, mask);
+  return syscall(SYS_futex, address(word), FUTEX_WAIT_BITSET, expected, timeout ? &until : nullptr, nullptr, mask) != 0 &&
+         errno == EINTR;
 }
 
 void futex_wake(const std::atomic<uint32_t>& word, int count, uint32_t mask) {

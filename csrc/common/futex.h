@@ -12,7 +12,8 @@ namespace fusewire {
 inline constexpr uint32_t kFutexAnyone = UINT32_MAX;
 
 // Sleeps while *word == expected, until woken through a bit of `mask`, or the timeout. Spurious returns are allowed.
-void futex_wait(const std::atomic<uint32_t>& word, uint32_t expected,
+// Returns true when a signal handler ran: the caller may want to ask whether the user pressed Ctrl-C.
+bool futex_wait(const std::atomic<uint32_t>& word, uint32_t expected,
                 std::optional<std::chrono::nanoseconds> timeout = std::nullopt, uint32_t mask = kFutexAnyone);
 void futex_wake(const std::atomic<uint32_t>& word, int count, uint32_t mask = kFutexAnyone);
 

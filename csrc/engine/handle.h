@@ -3,8 +3,8 @@
 
 #include <atomic>
 #include <cstdint>
-#include <exception>
 #include <memory>
+#include <utility>
 #include <vector>
 
 #include "common/error.h"
@@ -15,6 +15,7 @@ namespace fusewire {
 // `keep_alive` may own a Python object, whose last reference must be dropped under the GIL. So the engine never drops
 // it: a Handle that the submitter has let go of before its unit completed is put on the engine's list of retired
 // handles, and the list is emptied by the next thread that submits, waits or shuts down (all of them are the user's).
+// As "has let go" cannot be asked without a race, every completed handle goes that way.
 class HandleState {
  public:
   bool done() const { return done_.load(std::memory_order_acquire); }
@@ -27,9 +28,15 @@ class HandleState {
 
   std::shared_ptr<void> keep_alive;
 
+  // The engine's side: once, before anybody may see done().
+  void finish(std::shared_ptr<const Error> error, std::vector<bool> skipped, uint32_t created_set) {
+    error_ = std::move(error);
+    skipped_ = std::move(skipped);
+    created_set_ = created_set;
+    done_.store(true, std::memory_order_seq_cst);
+  }
+
  private:
-  friend class Engine;
-  friend class Executor;
   std::atomic<bool> done_{false};
   std::shared_ptr<const Error> error_;
   std::vector<bool> skipped_;

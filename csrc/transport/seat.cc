@@ -46,9 +46,11 @@ uint32_t Seat::announce_sleep() {
 
 void Seat::cancel_sleep() { move(SeatState::kCallerAsleep, SeatState::kCaller); }
 
-void Seat::sleep(uint32_t ticket, std::optional<std::chrono::nanoseconds> timeout) {
-  if (state() == SeatState::kCallerAsleep) futex_wait(word_->bell, ticket, timeout, kCallerBit);
+bool Seat::sleep(uint32_t ticket, std::optional<std::chrono::nanoseconds> timeout) {
+  const bool interrupted =
+      state() == SeatState::kCallerAsleep && futex_wait(word_->bell, ticket, timeout, kCallerBit);
   cancel_sleep();
+  return interrupted;
 }
 
 uint32_t Seat::ticket() const { return word_->bell.load(std::memory_order_seq_cst); }

@@ -48,7 +48,8 @@ class Seat {
   // The driving caller sleeps until rung: announce_sleep(), look for work once more, then sleep() or cancel_sleep().
   uint32_t announce_sleep();
   void cancel_sleep();
-  void sleep(uint32_t ticket, std::optional<std::chrono::nanoseconds> timeout);  // holds the seat again on return
+  // Returns holding the seat; true when a signal interrupted the sleep.
+  bool sleep(uint32_t ticket, std::optional<std::chrono::nanoseconds> timeout);
 
   // The coordinator thread sleeps until rung. Take the ticket before looking at the seat.
   uint32_t ticket() const;

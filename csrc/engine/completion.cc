@@ -1,0 +1,57 @@
+#include "engine/completion.h"
+
+#include <climits>
+#include <utility>
+
+#include "common/futex.h"
+
+namespace fusewire {
+
+void Completion::complete(Handle handle, std::shared_ptr<const Error> error, std::vector<bool> skipped,
+                          uint32_t created_set) {
+  handle->finish(std::move(error), std::move(skipped), created_set);
+  const std::lock_guard lock(retired_mutex_);
+  retired_.push_back(std::move(handle));
+  has_retired_.store(true, std::memory_order_release);
+}
+
+bool Completion::fail(std::shared_ptr<const Error> error) {
+  const std::lock_guard lock(failure_mutex_);
+  if (failure_) return false;
+  failure_ = std::move(error);
+  failed_.store(true, std::memory_order_release);
+  return true;
+}
+
+std::shared_ptr<const Error> Completion::failure() const {
+  if (!failed()) return nullptr;
+  const std::lock_guard lock(failure_mutex_);
+  return failure_;
+}
+
+void Completion::drop_retired() {
+  if (!has_retired_.load(std::memory_order_acquire)) return;
+  std::vector<Handle> dropped;
+  {
+    const std::lock_guard lock(retired_mutex_);
+    dropped.swap(retired_);
+    has_retired_.store(false, std::memory_order_release);
+  }
+}
+
+Completion::Ticket Completion::begin_wait() {
+  waiters_.fetch_add(1, std::memory_order_seq_cst);
+  return {event_.load(std::memory_order_seq_cst)};
+}
+
+bool Completion::sleep(Ticket ticket) { return futex_wait(event_, ticket.value); }
+
+void Completion::end_wait() { waiters_.fetch_sub(1, std::memory_order_seq_cst); }
+
+void Completion::notify() {
+  if (!has_waiters()) return;
+  event_.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake(event_, INT_MAX);
+}
+
+}  // namespace fusewire

@@ -1,0 +1,80 @@
+// A submission while the engine owns it, and the table that gives it a token for the control plane.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <deque>
+#include <utility>
+#include <vector>
+
+#include "common/types.h"
+#include "engine/engine.h"
+#include "engine/handle.h"
+
+namespace fusewire {
+
+struct Unit {
+  OpKind kind = OpKind::kAllreduce;
+  ReduceOp op = ReduceOp::kSum;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  int32_t root = 0;
+  std::vector<SubmittedTensor> tensors;
+  Handle handle;
+};
+
+// Tokens are indices into a slab, so that a lookup is one array access. Only the driver touches it.
+class UnitTable {
+ public:
+  using Clock = std::chrono::steady_clock;
+
+  uint64_t add(Unit&& unit, Clock::time_point now) {
+    uint32_t slot;
+    if (free_.empty()) {
+      slot = static_cast<uint32_t>(slots_.size());
+      slots_.emplace_back();
+    } else {
+      slot = free_.back();
+      free_.pop_back();
+    }
+    slots_[slot].unit = std::move(unit);
+    slots_[slot].used = true;
+    ages_.push_back({slot, ++slots_[slot].generation, now});
+    return slot;
+  }
+
+  Unit take(uint64_t token) {
+    Slot& slot = slots_.at(token);
+    slot.used = false;
+    free_.push_back(static_cast<uint32_t>(token));
+    return std::move(slot.unit);
+  }
+
+  // When the oldest unit still here was added; time_point::max() when there is none. Amortised O(1).
+  Clock::time_point oldest() {
+    while (!ages_.empty()) {
+      const Age& age = ages_.front();
+      const Slot& slot = slots_[age.slot];
+      if (slot.used && slot.generation == age.generation) return age.added;
+      ages_.pop_front();
+    }
+    return Clock::time_point::max();
+  }
+
+ private:
+  struct Slot {
+    Unit unit;
+    uint64_t generation = 0;
+    bool used = false;
+  };
+  struct Age {
+    uint32_t slot;
+    uint64_t generation;
+    Clock::time_point added;
+  };
+  std::deque<Slot> slots_;
+  std::vector<uint32_t> free_;
+  std::deque<Age> ages_;
+};
+
+}  // namespace fusewire
