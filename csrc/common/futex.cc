@@ -27,7 +27,8 @@ bool futex_wait(const std::atomic<uint32_t>& word, uint32_t expected, std::optio
     until.tv_sec += static_cast<time_t>(nanos / 1'000'000'000);
     until.tv_nsec = static_cast<long>(nanos % 1'000'000'000);
   }
-  return syscall(SYS_futex, address(word), FUTEX_WAIT_BITSET, expected, timeout ? &until : nullptr, nullptr, mask) != 0 &&
+  return syscall(SYS_futex, address(word), FUTEX_WAIT_BITSET, expected, timeout ? &until : nullptr, nullptr, mask) !=
+             0 &&
          errno == EINTR;
 }
 

@@ -47,8 +47,7 @@ uint32_t Seat::announce_sleep() {
 void Seat::cancel_sleep() { move(SeatState::kCallerAsleep, SeatState::kCaller); }
 
 bool Seat::sleep(uint32_t ticket, std::optional<std::chrono::nanoseconds> timeout) {
-  const bool interrupted =
-      state() == SeatState::kCallerAsleep && futex_wait(word_->bell, ticket, timeout, kCallerBit);
+  const bool interrupted = state() == SeatState::kCallerAsleep && futex_wait(word_->bell, ticket, timeout, kCallerBit);
   cancel_sleep();
   return interrupted;
 }
