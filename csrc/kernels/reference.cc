@@ -1,0 +1,47 @@
+// The plain path: element.h in a loop. Every other table must give the same bits; it also serves machines that have no
+// table of their own.
+#include "kernels/reference.h"
+
+#include <cstring>
+
+#include "kernels/dispatch.h"
+
+namespace fusewire {
+namespace {
+
+using namespace element;
+
+void copy(void* destination, const void* source, size_t bytes) {
+  if (bytes > 0) std::memcpy(destination, source, bytes);
+}
+
+void cast(DataType from, const void* source, DataType to, void* destination, size_t count, double factor) {
+  visit_floating(from, [&](auto from_tag) {
+    visit_floating(to, [&](auto to_tag) {
+      using From = typename decltype(from_tag)::Type;
+      using To = typename decltype(to_tag)::Type;
+      for (size_t i = 0; i < count; ++i) store(destination, i, cast_element<From, To>(load<From>(source, i), factor));
+    });
+  });
+}
+
+void reduce(const ReduceArgs& args) {
+  visit_type(args.dtype, [&](auto type_tag, size_t per_element) {
+    visit_op(args.op, [&](auto op_tag) {
+      using T = typename decltype(type_tag)::Type;
+      constexpr Combine kOp = decltype(op_tag)::kCombine;
+      for (size_t i = 0; i < args.count * per_element; ++i) {
+        const T result =
+            reduce_element<T, kOp>(args.sources, args.source_count, i, args.scale.factor, args.scale.divisor);
+        store(args.destination, i, result);
+        if (args.second != nullptr) store(args.second, i, result);
+      }
+    });
+  });
+}
+
+}  // namespace
+
+const CpuKernels kReferenceKernels = {"reference", copy, cast, reduce};
+
+}  // namespace fusewire
