@@ -5,6 +5,7 @@
 #include <time.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <cerrno>
 
 namespace fusewire {
@@ -21,11 +22,12 @@ bool futex_wait(const std::atomic<uint32_t>& word, uint32_t expected, std::optio
                 uint32_t mask) {
   timespec until{};
   if (timeout) {
-    // FUTEX_WAIT_BITSET takes an absolute time on CLOCK_MONOTONIC.
+    // FUTEX_WAIT_BITSET takes an absolute time on CLOCK_MONOTONIC. A timeout too long to add up is a century.
+    constexpr int64_t kSecond = 1'000'000'000;
     clock_gettime(CLOCK_MONOTONIC, &until);
-    const int64_t nanos = until.tv_nsec + (timeout->count() < 0 ? 0 : timeout->count());
-    until.tv_sec += static_cast<time_t>(nanos / 1'000'000'000);
-    until.tv_nsec = static_cast<long>(nanos % 1'000'000'000);
+    const int64_t nanos = until.tv_nsec + std::clamp<int64_t>(timeout->count(), 0, kSecond * 3'000'000'000);
+    until.tv_sec += static_cast<time_t>(nanos / kSecond);
+    until.tv_nsec = static_cast<long>(nanos % kSecond);
   }
   return syscall(SYS_futex, address(word), FUTEX_WAIT_BITSET, expected, timeout ? &until : nullptr, nullptr, mask) !=
              0 &&

@@ -16,12 +16,14 @@
 
 namespace fusewire {
 
+inline constexpr size_t kMaxFrameBytes = 64u << 20;
+
 // `clean`: the peer said goodbye; its contributions to running collectives are complete. Otherwise its connection
 // broke.
 struct Departure {
   int rank = -1;
   bool clean = false;
-  std::string reason;  // its own words, or "connection closed (killed?)" with its pid
+  std::string reason;  // its own words, or what was seen of it, with its pid
 };
 
 // Memory shared by the ranks of one host; zero-filled when first mapped.
@@ -39,7 +41,8 @@ class Endpoint {
 
   // Sends one frame and rings the peer's seat. Never blocks: what does not fit the mailbox is kept and goes out in
   // flush(). Only the driver of this rank calls send, receive and flush. Frames arrive whole, once, in order; larger
-  // than the limit (64 MiB) is Error(kInvalidArgument). Sending to a departed peer is silently dropped.
+  // than kMaxFrameBytes is Error(kInvalidArgument), and so is a peer that is not a neighbour in the star. Sending to a
+  // departed peer is silently dropped; what it sent before it left can still be received.
   virtual void send(int peer, std::span<const std::byte> frame) = 0;
   virtual bool receive(int peer, std::vector<std::byte>& frame) = 0;  // false: nothing there
   virtual bool has_incoming() const = 0;                              // cheap; also true when flush() can progress
@@ -47,16 +50,20 @@ class Endpoint {
 
   virtual Seat& seat() = 0;  // of this rank
 
-  // Bytes [offset, offset + size) of the host's shared data area, the same memory on every rank of the host.
+  // Bytes [offset, offset + size) of the host's shared data area, the same memory on every rank of the host. All ranks
+  // pass the same pairs. Throws Error(kInvalidArgument) where that cannot be mapped. Thread-safe.
   virtual SharedMapping map_shared(uint64_t offset, size_t size) = 0;
 
-  // Called once per departed peer, on the endpoint's own watcher thread, whatever the driver is doing. Set it before
-  // anything else happens; departures before that are delivered at once.
+  // Called once per departed neighbour, whatever the driver is doing and under no lock: on the endpoint's own watcher
+  // thread (in process: on the thread of the peer that leaves, or of watch() for one that has left already). This
+  // rank's seat is alarmed after each call. Set it once, before anything else happens; departures before that are
+  // delivered at once. None is running or will run after goodbye() has returned. It must not call goodbye().
   using DepartureCallback = std::function<void(const Departure&)>;
   virtual void watch(DepartureCallback callback) = 0;
 
-  // Leaves: tells every peer why (`clean` as in Departure), then stops the watcher and closes. Idempotent. The
-  // destructor without goodbye() looks like a crash to the peers.
+  // Leaves: tells every neighbour why (`clean` as in Departure), then stops the watcher and closes. Idempotent, never
+  // blocks on a peer; call it without a lock that a DepartureCallback takes, and with nobody driving. The destructor
+  // without goodbye() looks like a crash to the peers.
   virtual void goodbye(bool clean, const std::string& reason) = 0;
 
   // In a forked child: close every descriptor, unmap, touch nothing that peers see.

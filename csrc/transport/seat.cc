@@ -1,5 +1,7 @@
 #include "transport/seat.h"
 
+#include <climits>
+
 #include "common/futex.h"
 
 namespace fusewire {
@@ -28,12 +30,21 @@ void Seat::ring() {
   }
 }
 
-bool Seat::take_as_caller() {
-  return move(SeatState::kIdle, SeatState::kCaller) || move(SeatState::kWoken, SeatState::kCaller);
+void Seat::alarm() {
+  if (!move(SeatState::kIdle, SeatState::kWoken)) move(SeatState::kCallerAsleep, SeatState::kCaller);
+  word_->bell.fetch_add(1, std::memory_order_seq_cst);
+  futex_wake(word_->bell, INT_MAX);
 }
 
-bool Seat::take_as_coordinator() {
-  return move(SeatState::kWoken, SeatState::kCoordinator) || move(SeatState::kIdle, SeatState::kCoordinator);
+// A single compare-exchange from each free state is not enough: the state may go kWoken -> kCoordinator -> kIdle
+// between the two, and the caller would walk away from a free seat. Starting with a read-modify-write makes a refusal
+// as good as ring(): the driver's later exchange sees what was published before it.
+bool Seat::take_as(SeatState driver) {
+  uint32_t seen = word_->state.fetch_or(0, std::memory_order_seq_cst);
+  while (seen == static_cast<uint32_t>(SeatState::kIdle) || seen == static_cast<uint32_t>(SeatState::kWoken)) {
+    if (word_->state.compare_exchange_weak(seen, static_cast<uint32_t>(driver), std::memory_order_seq_cst)) return true;
+  }
+  return false;
 }
 
 void Seat::leave() { word_->state.exchange(static_cast<uint32_t>(SeatState::kIdle), std::memory_order_seq_cst); }

@@ -37,10 +37,15 @@ class Seat {
   // Any thread of any process: "there is something to do here". Call it after the thing is visible.
   void ring();
 
-  // A waiting caller takes the seat unless somebody drives.
-  bool take_as_caller();
+  // ring() for the case that a peer may have died in the middle of its own ring(), after it had moved the state and
+  // before it woke anybody: wakes whoever sleeps, whatever the state says. Costs a system call.
+  void alarm();
+
+  // A waiting caller takes the seat unless somebody drives. When it is not given the seat, a driver that works will see
+  // what the caller published before; one that sleeps (kCallerAsleep) must still be rung.
+  bool take_as_caller() { return take_as(SeatState::kCaller); }
   // The coordinator thread takes the seat unless a caller has it.
-  bool take_as_coordinator();
+  bool take_as_coordinator() { return take_as(SeatState::kCoordinator); }
 
   // The driver leaves. It must look for work afterwards and ring() when there is some.
   void leave();
@@ -59,6 +64,7 @@ class Seat {
 
  private:
   bool move(SeatState from, SeatState to);
+  bool take_as(SeatState driver);
   SeatWord* word_;
 };
 
