@@ -1,0 +1,27 @@
+// Small buckets: one synchronisation. Every rank reads every contribution, so it pays while size * bytes is small.
+#include "collective/shm_context.h"
+#include "collective/shm_reduce.h"
+
+namespace fusewire {
+
+void shm_allreduce_once(ShmContext& context, const ShmReduction& reduction) {
+  BucketCursor& cursor = context.cursor;
+  const int64_t chunk = ++context.chunk;
+  const int64_t elements = cursor.elements();
+
+  context.waiter.wait_all(ShmStage::kReduced, chunk - kShmBuffers);  // Note [Slot reuse]
+  cursor.gather(0, elements, context.region.input_slot(context.rank, chunk));
+  context.waiter.publish(ShmStage::kPacked, chunk);
+
+  for (int rank = 0; rank < context.size(); ++rank) {
+    context.bases[static_cast<size_t>(rank)] = context.region.input_slot(rank, chunk);
+  }
+  context.scratch.resize(static_cast<size_t>(elements) * cursor.wire_bytes());
+  context.waiter.wait_all(ShmStage::kPacked, chunk);
+  shm_reduce_home(context, reduction, 0, elements, context.scratch.data(), false);
+
+  context.waiter.note(ShmStage::kCopied, chunk);  // there are no result slots to read
+  context.waiter.publish(ShmStage::kReduced, chunk);
+}
+
+}  // namespace fusewire

@@ -1,0 +1,52 @@
+// What every shared-memory algorithm works with, and the algorithms: one file each.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <vector>
+
+#include "collective/bucket_cursor.h"
+#include "collective/shm_region.h"
+#include "collective/shm_wait.h"
+#include "kernels/kernels.h"
+
+namespace fusewire {
+
+// Note [Slot reuse]
+// Chunk k uses slot k % kShmBuffers, whatever the algorithm. A rank rewrites a slot only after every other rank has
+// PUBLISHED that it no longer reads the chunk that was there before:
+//   input slots   wait_all(kReduced, k - kShmBuffers) before packing k
+//   result slots  wait_all(kCopied, k - kShmBuffers) before reducing into k
+// It is never concluded from anything else, such as a peer's work on a later chunk: a rank that a fast algorithm lets
+// go early may still be reading when the next bucket, of another algorithm, starts. So every algorithm must publish all
+// three stages of each chunk number it uses, those it has no use for as well.
+struct ShmContext {
+  ShmRegion region;
+  int rank;
+  ShmWaiter waiter;
+  bool crowded;         // ranks outnumber cores: a wait is a context switch, so fewer and larger steps
+  int64_t chunk = 0;    // number of the last chunk used
+  BucketCursor cursor;  // of the bucket that runs
+  std::vector<std::byte> scratch;
+  std::vector<const std::byte*> bases;  // one per rank: see shm_reduce_home
+  std::vector<const void*> sources;     // one per rank: what a kernel call gets
+
+  int size() const { return region.size(); }
+};
+
+// The arithmetic of a bucket, the same on all ranks.
+struct ShmReduction {
+  ReduceOp op = ReduceOp::kSum;
+  Scale scale;
+};
+
+// Everybody packs all it has, waits once, and reduces everything itself. The whole bucket must fit one input slot.
+void shm_allreduce_once(ShmContext& context, const ShmReduction& reduction);
+
+// Chunk by chunk, each rank reduces the slice it owns and collects the others' slices, in a pipeline of three stages.
+void shm_allreduce_sliced(ShmContext& context, const ShmReduction& reduction, size_t chunk_bytes);
+
+// Chunk by chunk, the root packs and the others unpack.
+void shm_broadcast(ShmContext& context, int root, size_t chunk_bytes);
+
+}  // namespace fusewire

@@ -1,0 +1,17 @@
+// Reduces a range of the bucket from all ranks' staging straight into this rank's outputs.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "collective/shm_context.h"
+
+namespace fusewire {
+
+// context.bases[r] is rank r's contribution to element `begin` and what follows, in its input slot; this rank's own one
+// has been gathered at least where the cursor says !in_place(). Results go to the outputs. They also go to `results`
+// (element `begin` first): all of them if `publish_results`, else `results` is only scratch memory of that size.
+void shm_reduce_home(ShmContext& context, const ShmReduction& reduction, int64_t begin, int64_t end, std::byte* results,
+                     bool publish_results);
+
+}  // namespace fusewire

@@ -1,0 +1,174 @@
+#include "collective/shm_wait.h"
+
+#include <optional>
+#include <string>
+
+#include "common/futex.h"
+
+namespace fusewire {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+constexpr int kLooksPerClock = 8;  // reading the clock costs about as much as a pause
+
+// Note [The abort word]
+// 0: all is well. Otherwise code and rank of the error that every rank throws. The reason in words stays with the rank
+// that knows it (the control plane tells it to the others).
+uint32_t encode_stop(ErrorCode code, int rank) {
+  return (static_cast<uint32_t>(rank + 1) << 8) | (static_cast<uint32_t>(code) + 1);
+}
+
+std::string list(const std::vector<int>& ranks) {
+  std::string text = ranks.size() == 1 ? "rank " : "ranks ";
+  for (size_t i = 0; i < ranks.size(); ++i) {
+    if (i > 0) text += ", ";
+    text += std::to_string(ranks[i]);
+  }
+  return text;
+}
+
+[[noreturn]] void throw_stop(uint32_t word) {
+  const auto code = static_cast<ErrorCode>((word & 0xff) - 1);
+  const int rank = static_cast<int>(word >> 8) - 1;
+  const std::string who = rank >= 0 ? " because of rank " + std::to_string(rank) : "";
+  throw Error(code, "a shared-memory collective was stopped" + who, rank);
+}
+
+}  // namespace
+
+ShmWaiter::ShmWaiter(ShmRegion region, int rank, std::chrono::nanoseconds spin, std::chrono::nanoseconds abort_after)
+    : region_(region),
+      rank_(rank),
+      spin_(spin),
+      abort_after_(abort_after),
+      seen_(static_cast<size_t>(region.size()) * kShmStages, 0) {}
+
+void ShmWaiter::note(ShmStage stage, int64_t chunk) {
+  region_.progress(rank_).reached[static_cast<int>(stage)].store(chunk, std::memory_order_release);
+}
+
+void ShmWaiter::publish(ShmStage stage, int64_t chunk) {
+  // An exchange, not a store: it is the full barrier that Note [Waking sleepers] needs, in the form that
+  // ThreadSanitizer understands.
+  region_.progress(rank_).reached[static_cast<int>(stage)].exchange(chunk, std::memory_order_seq_cst);
+  if (region_.header().sleeping.load(std::memory_order_seq_cst) != 0) wake_fulfilled();
+}
+
+void ShmWaiter::wake_fulfilled() {
+  for (int rank = 0; rank < region_.size(); ++rank) {
+    ShmSleeper& sleeper = region_.sleeper(rank);
+    if (rank == rank_ || sleeper.asleep.load(std::memory_order_seq_cst) == 0) continue;
+    const auto stage = sleeper.stage.load(std::memory_order_relaxed);
+    const int64_t target = sleeper.target.load(std::memory_order_relaxed);
+    const int last = sleeper.last.load(std::memory_order_relaxed);
+    bool all = true;
+    for (int peer = sleeper.first.load(std::memory_order_relaxed); all && peer < last; ++peer) {
+      all = peer == rank || region_.progress(peer).reached[stage].load(std::memory_order_seq_cst) >= target;
+    }
+    if (all && sleeper.asleep.exchange(0, std::memory_order_seq_cst) == 1) futex_wake(sleeper.asleep, 1);
+  }
+}
+
+bool ShmWaiter::fulfilled(int first, int last, ShmStage stage, int64_t chunk) {
+  for (int peer = first; peer < last; ++peer) {
+    if (peer == rank_) continue;
+    int64_t& seen = seen_[static_cast<size_t>(peer * kShmStages) + static_cast<size_t>(stage)];
+    if (seen >= chunk) continue;
+    seen = region_.progress(peer).reached[static_cast<int>(stage)].load(std::memory_order_seq_cst);
+    if (seen < chunk) return false;
+  }
+  return true;
+}
+
+void ShmWaiter::wait(int first, int last, ShmStage stage, int64_t chunk) {
+  throw_if_stopped();
+  if (!fulfilled(first, last, stage, chunk)) wait_slowly(first, last, stage, chunk);
+}
+
+void ShmWaiter::wait_slowly(int first, int last, ShmStage stage, int64_t chunk) {
+  if (spin_.count() > 0) {
+    const auto until = Clock::now() + spin_;
+    do {
+      for (int i = 0; i < kLooksPerClock; ++i) {
+        cpu_relax();
+        if (fulfilled(first, last, stage, chunk)) return;
+      }
+      throw_if_stopped();
+    } while (Clock::now() < until);
+  }
+  std::optional<Clock::time_point> deadline;
+  if (abort_after_.count() > 0) deadline = Clock::now() + abort_after_;
+  while (!fulfilled(first, last, stage, chunk)) {
+    throw_if_stopped();
+    std::chrono::nanoseconds limit{0};
+    if (deadline) {
+      limit = *deadline - Clock::now();
+      if (limit.count() <= 0) give_up(behind(first, last, stage, chunk));
+    }
+    sleep(first, last, stage, chunk, limit);
+  }
+}
+
+void ShmWaiter::sleep(int first, int last, ShmStage stage, int64_t chunk, std::chrono::nanoseconds limit) {
+  ShmSleeper& own = region_.sleeper(rank_);
+  own.stage.store(static_cast<uint32_t>(stage), std::memory_order_relaxed);
+  own.target.store(chunk, std::memory_order_relaxed);
+  own.first.store(first, std::memory_order_relaxed);
+  own.last.store(last, std::memory_order_relaxed);
+  waiting_.store(true, std::memory_order_release);
+  ShmHeader& header = region_.header();
+  header.sleeping.fetch_add(1, std::memory_order_seq_cst);
+  own.asleep.exchange(1, std::memory_order_seq_cst);
+  if (!fulfilled(first, last, stage, chunk) && header.aborted.load(std::memory_order_seq_cst) == 0) {
+    futex_wait(own.asleep, 1, limit.count() > 0 ? std::optional(limit) : std::nullopt);
+  }
+  own.asleep.exchange(0, std::memory_order_seq_cst);
+  header.sleeping.fetch_sub(1, std::memory_order_seq_cst);
+  waiting_.store(false, std::memory_order_release);
+}
+
+void ShmWaiter::stop(ErrorCode code, int rank) noexcept {
+  uint32_t none = 0;
+  region_.header().aborted.compare_exchange_strong(none, encode_stop(code, rank), std::memory_order_seq_cst);
+  for (int peer = 0; peer < region_.size(); ++peer) {
+    std::atomic<uint32_t>& asleep = region_.sleeper(peer).asleep;
+    asleep.exchange(0, std::memory_order_seq_cst);
+    futex_wake(asleep, 1);
+  }
+}
+
+void ShmWaiter::throw_if_stopped() const {
+  const uint32_t word = region_.header().aborted.load(std::memory_order_acquire);
+  if (word != 0) [[unlikely]]
+    throw_stop(word);
+}
+
+std::vector<int> ShmWaiter::behind(int first, int last, ShmStage stage, int64_t chunk) const {
+  std::vector<int> late;
+  for (int peer = first; peer < last; ++peer) {
+    if (peer == rank_) continue;
+    const auto& reached = region_.progress(peer).reached[static_cast<int>(stage)];
+    if (reached.load(std::memory_order_seq_cst) < chunk) late.push_back(peer);
+  }
+  return late;
+}
+
+void ShmWaiter::give_up(const std::vector<int>& late) {
+  const int culprit = late.empty() ? -1 : late.front();
+  stop(ErrorCode::kStalled, culprit);
+  throw Error(ErrorCode::kStalled,
+              "a shared-memory collective waited " +
+                  std::to_string(std::chrono::duration<double>(abort_after_).count()) + " s for " + list(late),
+              culprit);
+}
+
+std::vector<int> ShmWaiter::laggards() const {
+  if (!waiting_.load(std::memory_order_acquire)) return {};
+  const ShmSleeper& own = region_.sleeper(rank_);
+  return behind(own.first.load(std::memory_order_relaxed), own.last.load(std::memory_order_relaxed),
+                static_cast<ShmStage>(own.stage.load(std::memory_order_relaxed)),
+                own.target.load(std::memory_order_relaxed));
+}
+
+}  // namespace fusewire
