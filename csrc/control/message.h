@@ -2,8 +2,11 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <optional>
 #include <string>
+#include <string_view>
+#include <utility>
 #include <vector>
 
 #include "common/error.h"
@@ -20,22 +23,38 @@ struct TensorSpec {
   bool operator==(const TensorSpec&) const = default;
 };
 
+// Names the engine makes up for calls without one contain this ("allreduce.noname.12"). Such names never come back, so
+// they get no cache id.
+inline constexpr std::string_view kUnnamedMark = ".noname.";
+
 // Note [Units]
 // The unit of negotiation is one tensor or one explicit group: a group is a unit with several tensors, so it is
 // all-or-nothing by construction, has one cache id, and costs the protocol no more than a single tensor. A rank may be
 // absent for any tensor of a unit: one bit per tensor.
+//
+// Note [Changing process sets]
+// kAddProcessSet and kRemoveProcessSet are submitted by every rank of the job, members or not, and are negotiated in
+// the global set (names included) whatever `process_set` says. An addition lists its members in `ranks` and leaves
+// `process_set` 0. A removal names its victim in `process_set`. Ids count additions and are never used again. What all
+// members had submitted before the removal was agreed still runs; what waits for somebody fails with kInvalidArgument.
 struct UnitSpec {
   OpKind kind = OpKind::kAllreduce;
   ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;
   double postscale = 1.0;
   int32_t root = 0;          // broadcast: GLOBAL rank of the root
-  uint32_t process_set = 0;  // 0 is the global set
+  uint32_t process_set = 0;  // 0 is the global set; kRemoveProcessSet: the set to remove
   std::string name;          // unique among the units in flight in its process set
   std::vector<TensorSpec> tensors;
   std::vector<int32_t> ranks;  // kAddProcessSet only: the members, sorted
   bool operator==(const UnitSpec&) const = default;
 };
+
+// The set in which all members must submit the unit, and in which its name is unique. See Note [Changing process sets].
+inline uint32_t negotiated_in(const UnitSpec& spec) {
+  const bool change = spec.kind == OpKind::kAddProcessSet || spec.kind == OpKind::kRemoveProcessSet;
+  return change ? 0 : spec.process_set;
+}
 
 using CacheId = uint32_t;
 inline constexpr CacheId kNoCacheId = UINT32_MAX;
@@ -44,8 +63,8 @@ inline constexpr CacheId kNoCacheId = UINT32_MAX;
 // one.
 struct Request {
   CacheId id = kNoCacheId;
-  std::optional<UnitSpec> spec;  // set exactly when id == kNoCacheId
-  std::vector<bool> absent;      // empty: present for every tensor; else one bit per tensor
+  std::unique_ptr<UnitSpec> spec;  // set exactly when id == kNoCacheId
+  std::vector<bool> absent;        // empty: present for every tensor; else one bit per tensor
 };
 
 // Rank -> root.

@@ -42,9 +42,11 @@ class Participant {
   Participant(const Participant&) = delete;
   Participant& operator=(const Participant&) = delete;
 
-  // Announces a unit. Throws Error(kDuplicateName) when the name is in flight in that process set, and
-  // Error(kInvalidArgument) when the set does not exist or this rank is not a member.
-  void submit(UnitSpec spec, std::vector<bool> absent, UnitToken token);
+  // Announces a unit. The description is copied only when the root does not know it yet, so a caller may keep one and
+  // refill it. Throws Error(kDuplicateName) when the name is in flight in that process set, Error(kInvalidArgument)
+  // when the set does not exist, this rank is not a member, or the description makes no sense, and the error that the
+  // others got for this very unit when they stopped waiting for this rank (see Note [Debts]).
+  void submit(const UnitSpec& spec, std::vector<bool> absent, UnitToken token);
 
   void completed(uint64_t bucket);
 

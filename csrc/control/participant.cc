@@ -1,0 +1,352 @@
+#include "control/participant.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "control/mismatch.h"
+#include "control/process_set_table.h"
+#include "control/unit.h"
+
+namespace fusewire {
+namespace {
+
+// What this rank knows of one name in one process set: the description that the root holds under an id, and the unit in
+// flight. Forgotten when it is neither cached nor in flight.
+struct Record {
+  uint32_t set = 0;
+  const std::string* name = nullptr;  // the key it is stored under
+
+  CacheId id = kNoCacheId;
+  std::unique_ptr<UnitSpec> cached;  // what `id` stands for
+
+  bool in_flight = false;
+  UnitToken token = 0;
+  std::unique_ptr<UnitSpec> fresh;  // the unit in flight where it does not mean `cached`, else null
+  uint64_t message = 0;             // the number of the outgoing message with its request, and the place in there
+  size_t place = 0;
+
+  const UnitSpec& current() const { return fresh != nullptr ? *fresh : *cached; }
+};
+
+Error argument_error(const std::string& text) { return {ErrorCode::kInvalidArgument, text}; }
+Error protocol_error(const std::string& text) { return {ErrorCode::kInternal, text}; }
+
+std::string label(uint32_t set) { return "process set " + std::to_string(set); }
+std::string members_of(const ProcessSet& set) { return rank_list({set.ranks.begin(), set.ranks.end()}); }
+
+}  // namespace
+
+struct Participant::Impl {
+  // See Note [Debts] in coordinator.cc.
+  struct Debt {
+    uint32_t set;
+    std::string name;
+    Error error;
+  };
+
+  Impl(int own_rank, int size) : rank(own_rank), sets(size), records(1) {}
+
+  const int rank;
+  ProcessSetTable sets;
+  std::vector<NameMap<Record>> records;  // by process set, then by name
+  std::vector<Record*> by_id;            // mirrors the root's slots, as far as this rank is a member
+  std::vector<Debt> debts;
+  size_t in_flight = 0;
+  bool abandoned = false;  // take_pending() was called: what comes now meets nothing
+
+  uint64_t applied = 0;
+  bool acknowledge = false;  // an eviction wants an answer
+
+  // The outgoing message.
+  uint64_t message = 1;  // counts them
+  bool withdrawn = false;
+  std::vector<Request> requests;  // one with neither id nor description has been withdrawn
+  std::vector<uint64_t> completed;
+
+  const ProcessSet& check(const UnitSpec& spec) const;
+  void pay_debt(uint32_t set, const std::string& name);
+  void announce(Record& record, const UnitSpec& spec, std::vector<bool>&& absent);
+
+  Record* find(uint32_t set, std::string_view name);
+  bool unsent(const Record& record) const { return record.in_flight && record.message == message; }
+  void withdraw(const Record& record);
+  void finish(Record& record);
+  void drop_if_unused(Record& record);
+
+  void evict(CacheId id);
+  void remember(Record& record, CacheId id);
+  Record& answered(const ResponseBucket& bucket, const ResponseUnit& unit);
+  Work run(const ResponseBucket& bucket, const ProcessSet& set, Outcome& outcome);
+  void change_sets(const UnitSpec& spec, WorkUnit& unit, Outcome& outcome);
+  void apply_error(const ResponseError& error, Outcome& outcome);
+};
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+const ProcessSet& Participant::Impl::check(const UnitSpec& spec) const {
+  if (spec.name.empty()) throw argument_error("a collective needs a name");
+  if (spec.kind == OpKind::kAddProcessSet) sets.validate(spec.ranks);
+  if (spec.kind == OpKind::kRemoveProcessSet) sets.validate_removal(spec.process_set);
+  const uint32_t id = negotiated_in(spec);
+  const ProcessSet* set = sets.find(id);
+  if (set == nullptr)
+    throw argument_error(label(id) + (sets.was_removed(id) ? " has been removed" : " does not exist"));
+  if (!set->contains(rank)) {
+    throw argument_error("rank " + std::to_string(rank) + " is not a member of " + label(id) + " (" + members_of(*set) +
+                         ")");
+  }
+  if (spec.kind == OpKind::kBroadcast && !std::binary_search(set->ranks.begin(), set->ranks.end(), spec.root)) {
+    throw argument_error("the root of " + describe_unit(spec) + " is rank " + std::to_string(spec.root) +
+                         ", which is not a member (" + members_of(*set) + ")");
+  }
+  return *set;
+}
+
+void Participant::Impl::pay_debt(uint32_t set, const std::string& name) {
+  const auto debt =
+      std::find_if(debts.begin(), debts.end(), [&](const Debt& d) { return d.set == set && d.name == name; });
+  if (debt == debts.end()) return;
+  const Error error = debt->error;
+  debts.erase(debt);
+  throw Error(error);
+}
+
+void Participant::Impl::announce(Record& record, const UnitSpec& spec, std::vector<bool>&& absent) {
+  Request& request = requests.emplace_back();
+  request.absent = std::move(absent);
+  if (record.id != kNoCacheId && agree(*record.cached, spec)) {
+    request.id = record.id;
+  } else {
+    request.spec = std::make_unique<UnitSpec>(spec);
+    record.fresh = std::make_unique<UnitSpec>(spec);
+  }
+  record.message = message;
+  record.place = requests.size() - 1;
+  record.in_flight = true;
+  ++in_flight;
+}
+
+Record* Participant::Impl::find(uint32_t set, std::string_view name) {
+  if (set >= records.size()) return nullptr;
+  const auto found = records[set].find(name);
+  return found == records[set].end() ? nullptr : &found->second;
+}
+
+void Participant::Impl::withdraw(const Record& record) {
+  if (!unsent(record)) return;
+  requests[record.place] = {};
+  withdrawn = true;
+}
+
+void Participant::Impl::finish(Record& record) {
+  record.in_flight = false;
+  record.fresh = nullptr;
+  --in_flight;
+}
+
+void Participant::Impl::drop_if_unused(Record& record) {
+  if (record.in_flight || record.id != kNoCacheId) return;
+  NameMap<Record>& names = records[record.set];
+  names.erase(names.find(*record.name));
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+void Participant::Impl::evict(CacheId id) {
+  if (id >= by_id.size() || by_id[id] == nullptr) return;  // of a set without this rank
+  Record& record = *std::exchange(by_id[id], nullptr);
+  record.id = kNoCacheId;
+  if (record.in_flight && record.fresh == nullptr) {
+    // Announced by the id. The root resolves that from messages that do not acknowledge the eviction (Note [Evicted
+    // ids]), but one that has not been sent will acknowledge it.
+    if (unsent(record)) {
+      Request& request = requests[record.place];
+      request.id = kNoCacheId;
+      request.spec = std::make_unique<UnitSpec>(*record.cached);
+    }
+    record.fresh = std::move(record.cached);
+  }
+  record.cached = nullptr;
+  drop_if_unused(record);
+}
+
+void Participant::Impl::remember(Record& record, CacheId id) {
+  if (id >= by_id.size()) by_id.resize(id + size_t{1}, nullptr);
+  by_id[id] = &record;
+  record.id = id;
+  if (record.fresh != nullptr) record.cached = std::move(record.fresh);
+}
+
+Record& Participant::Impl::answered(const ResponseBucket& bucket, const ResponseUnit& unit) {
+  Record* record = nullptr;
+  if (!unit.name.empty()) {
+    record = find(bucket.process_set, unit.name);
+  } else if (unit.id < by_id.size()) {
+    record = by_id[unit.id];
+  }
+  if (record == nullptr || !record->in_flight || record->set != bucket.process_set) {
+    throw protocol_error("rank " + std::to_string(rank) + " is told to run '" + unit.name + "' (id " +
+                         std::to_string(unit.id) + ") in " + label(bucket.process_set) +
+                         " without having submitted it");
+  }
+  if (!unit.name.empty() && unit.id != kNoCacheId) remember(*record, unit.id);
+  return *record;
+}
+
+Work Participant::Impl::run(const ResponseBucket& bucket, const ProcessSet& set, Outcome& outcome) {
+  Work work;
+  work.bucket = bucket.bucket;
+  work.process_set = bucket.process_set;
+  work.skip = bucket.skip;
+  work.units.reserve(bucket.units.size());
+  auto skipped = bucket.skipped.begin();  // by ascending unit
+  for (const ResponseUnit& unit : bucket.units) {
+    Record& record = answered(bucket, unit);
+    const UnitSpec& spec = record.current();
+    const size_t index = work.units.size();
+    WorkUnit& work_unit = work.units.emplace_back();
+    work_unit.token = record.token;
+    for (; skipped != bucket.skipped.end() && skipped->first == index; ++skipped) {
+      if (skipped->second >= spec.tensors.size()) throw protocol_error("a tensor that does not exist is skipped");
+      work_unit.skipped.resize(spec.tensors.size());
+      work_unit.skipped[skipped->second] = true;
+    }
+    const bool data = spec.kind == OpKind::kAllreduce || spec.kind == OpKind::kBroadcast;
+    work.report_completion = work.report_completion || (data && !bucket.skip && set.first() == rank);
+    if (spec.kind == OpKind::kAddProcessSet || spec.kind == OpKind::kRemoveProcessSet) {
+      change_sets(spec, work_unit, outcome);
+    }
+    finish(record);
+    drop_if_unused(record);
+  }
+  if (skipped != bucket.skipped.end()) throw protocol_error("a tensor of a unit that does not exist is skipped");
+  return work;
+}
+
+void Participant::Impl::change_sets(const UnitSpec& spec, WorkUnit& unit, Outcome& outcome) {
+  if (spec.kind == OpKind::kAddProcessSet) {
+    unit.created_set = sets.add(spec.ranks);
+    records.resize(unit.created_set + size_t{1});
+    return;
+  }
+  const uint32_t set = spec.process_set;
+  sets.remove(set);
+  for (auto& [name, record] : records[set]) {
+    if (record.id != kNoCacheId) by_id[record.id] = nullptr;
+    if (!record.in_flight) continue;
+    withdraw(record);
+    finish(record);
+    outcome.failures.push_back({record.token, ErrorCode::kInvalidArgument, -1,
+                                label(set) + " was removed while '" + name + "' waited for other ranks to submit it"});
+  }
+  records[set].clear();
+}
+
+void Participant::Impl::apply_error(const ResponseError& error, Outcome& outcome) {
+  const ProcessSet* set = sets.find(error.process_set);
+  if (set == nullptr || !set->contains(rank)) return;
+  Record* record = find(error.process_set, error.name);
+  if (record == nullptr || !record->in_flight) {
+    debts.push_back({error.process_set, error.name, Error(error.code, error.message, error.rank)});
+    return;
+  }
+  withdraw(*record);
+  outcome.failures.push_back({record->token, error.code, error.rank, error.message});
+  finish(*record);
+  drop_if_unused(*record);
+}
+
+// ---------------------------------------------------------------------------------------------------------------------
+
+Participant::Participant(int rank, int size) : impl_(std::make_unique<Impl>(rank, size)) {}
+Participant::~Participant() = default;
+
+void Participant::submit(const UnitSpec& spec, std::vector<bool> absent, UnitToken token) {
+  Impl& impl = *impl_;
+  const uint32_t set = impl.check(spec).id;
+  if (!absent.empty() && absent.size() != spec.tensors.size()) {
+    throw argument_error(describe_unit(spec) + ": " + std::to_string(absent.size()) + " absent bits for " +
+                         std::to_string(spec.tensors.size()) + " tensors");
+  }
+  if (!impl.debts.empty()) impl.pay_debt(set, spec.name);
+  NameMap<Record>& names = impl.records[set];
+  auto found = names.find(std::string_view(spec.name));
+  if (found == names.end()) {
+    found = names.try_emplace(spec.name).first;
+    found->second.set = set;
+    found->second.name = &found->first;
+  } else if (found->second.in_flight) {
+    throw Error(ErrorCode::kDuplicateName,
+                describe_unit(spec) + " was submitted while an earlier '" + spec.name +
+                    "' is still in flight; wait for that one first, or give this one another name");
+  }
+  found->second.token = token;
+  impl.announce(found->second, spec, std::move(absent));
+}
+
+void Participant::completed(uint64_t bucket) { impl_->completed.push_back(bucket); }
+
+bool Participant::has_outgoing() const {
+  return !impl_->requests.empty() || !impl_->completed.empty() || impl_->acknowledge;
+}
+
+RequestList Participant::take_outgoing() {
+  Impl& impl = *impl_;
+  RequestList list;
+  list.acked = impl.applied;
+  list.completed.swap(impl.completed);
+  list.requests.swap(impl.requests);
+  if (std::exchange(impl.withdrawn, false)) {
+    std::erase_if(list.requests, [](const Request& r) { return r.id == kNoCacheId && r.spec == nullptr; });
+  }
+  impl.acknowledge = false;
+  ++impl.message;
+  return list;
+}
+
+Participant::Outcome Participant::apply(const ResponseList& response) {
+  Impl& impl = *impl_;
+  if (response.sequence != impl.applied + 1) {
+    throw protocol_error("response " + std::to_string(response.sequence) + " follows response " +
+                         std::to_string(impl.applied));
+  }
+  impl.applied = response.sequence;
+  Outcome outcome;
+  outcome.fatal = response.fatal;
+  if (impl.abandoned) return outcome;
+  for (const CacheId id : response.evicted) impl.evict(id);
+  if (!response.evicted.empty()) impl.acknowledge = true;
+  for (const ResponseBucket& bucket : response.buckets) {
+    const ProcessSet* set = impl.sets.find(bucket.process_set);
+    if (set == nullptr) throw protocol_error("a bucket for " + label(bucket.process_set) + ", which does not exist");
+    if (set->contains(impl.rank)) outcome.work.push_back(impl.run(bucket, *set, outcome));
+  }
+  for (const ResponseError& error : response.errors) impl.apply_error(error, outcome);
+  return outcome;
+}
+
+size_t Participant::pending() const { return impl_->in_flight; }
+
+std::vector<UnitToken> Participant::take_pending() {
+  Impl& impl = *impl_;
+  std::vector<UnitToken> tokens;
+  for (NameMap<Record>& names : impl.records) {
+    for (auto& [name, record] : names) {
+      if (!record.in_flight) continue;
+      impl.withdraw(record);
+      impl.finish(record);
+      tokens.push_back(record.token);
+    }
+  }
+  std::sort(tokens.begin(), tokens.end());
+  impl.abandoned = true;
+  return tokens;
+}
+
+const std::vector<int32_t>* Participant::members(uint32_t process_set) const {
+  const ProcessSet* set = impl_->sets.find(process_set);
+  return set == nullptr ? nullptr : &set->ranks;
+}
+
+}  // namespace fusewire

@@ -1,0 +1,103 @@
+// The root's record of one unit, alive while the unit is cached, awaited, or on its way out.
+#pragma once
+
+#include <chrono>
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "control/intrusive_list.h"
+#include "control/message.h"
+#include "control/process_set_table.h"
+
+namespace fusewire {
+
+using TimePoint = std::chrono::steady_clock::time_point;
+
+// Units with equal keys (and process set) may share a bucket.
+struct FuseKey {
+  OpKind kind = OpKind::kAllreduce;
+  ReduceOp op = ReduceOp::kSum;
+  DataType dtype = DataType::kFloat32;
+  DataType wire = DataType::kFloat32;
+  DeviceType device = DeviceType::kCpu;
+  int32_t root = 0;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  bool operator==(const FuseKey&) const = default;
+};
+
+// What is worked out once per description instead of once per step.
+struct Description {
+  explicit Description(UnitSpec unit);
+  UnitSpec spec;
+  FuseKey key;
+  bool fusible = false;  // one dtype, one device, a kind that moves data
+  bool cacheable = false;
+  int64_t bytes = 0;  // in the wire type
+};
+using DescriptionPtr = std::shared_ptr<const Description>;
+
+// Whether two ranks mean the same: equality, except that a NaN scale equals itself.
+bool agree(const UnitSpec& a, const UnitSpec& b);
+
+struct Unit {
+  enum class State : uint8_t {
+    kIdle,     // only cached
+    kPending,  // some members have submitted it
+    kReady,    // all have; it is with the planner
+  };
+
+  // Ranks whose description is not `proposed`.
+  struct Dissent {
+    DescriptionPtr description;
+    std::vector<int> ranks;
+  };
+
+  const std::string& name() const { return proposed ? proposed->spec.name : cached->spec.name; }
+
+  uint32_t set_id = 0;  // where it is negotiated
+  CacheId id = kNoCacheId;
+  DescriptionPtr cached;  // what `id` stands for
+
+  // Of the round in progress.
+  State state = State::kIdle;
+  bool absences = false;    // whether a tensor is left for which everybody so far is absent
+  int missing = 0;          // members that have not submitted it
+  DescriptionPtr proposed;  // what the first to submit it said
+  const ProcessSet* set = nullptr;
+  RankSet submitted;
+  std::vector<bool> absent;  // valid while `absences`
+  std::vector<Dissent> dissents;
+  TimePoint since;  // the first submission
+
+  ListLink<Unit> waiting;  // among the pending ones, oldest first
+  ListLink<Unit> idle;     // among the cached ones, least recently used first
+};
+
+using WaitingUnits = IntrusiveList<Unit, &Unit::waiting>;
+using IdleUnits = IntrusiveList<Unit, &Unit::idle>;
+
+// Hashing of names that allows look-ups by string_view.
+struct NameHash {
+  using is_transparent = void;
+  size_t operator()(std::string_view name) const { return std::hash<std::string_view>{}(name); }
+};
+template <typename T>
+using NameMap = std::unordered_map<std::string, T, NameHash, std::equal_to<>>;
+
+// Units by (process set, name). Addresses are stable.
+class UnitTable {
+ public:
+  Unit* find(uint32_t set, std::string_view name);
+  Unit& find_or_create(uint32_t set, const std::string& name);
+  void erase(Unit* unit);
+  std::vector<Unit*> in_set(uint32_t set);
+
+ private:
+  std::unordered_map<uint32_t, NameMap<Unit>> sets_;
+};
+
+}  // namespace fusewire
