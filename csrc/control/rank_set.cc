@@ -13,7 +13,7 @@ std::string rank_list(const std::vector<int>& ranks) {
     if (end - i < 3) end = i + 1;  // "1, 2" reads better than "1-2"
     if (pieces++ > 0) text += ", ";
     text += std::to_string(ranks[i]);
-    if (end - i > 1) text += "-" + std::to_string(ranks[end - 1]);
+    if (end - i > 1) text.append("-").append(std::to_string(ranks[end - 1]));
     i = end;
   }
   return text;
