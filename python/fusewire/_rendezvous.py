@@ -23,6 +23,7 @@ from datetime import timedelta
 from typing import Any
 
 from . import _jobfile, _launch
+from .errors import PeerLostError
 
 DEFAULT_TIMEOUT = 120.0
 _LINGER = 2.0  # seconds the root stays, after bad news, for the others to hear it
@@ -32,12 +33,13 @@ _generation = 0
 _stores: dict[tuple[str, int], Any] = {}
 
 
-class MissingRanksError(RuntimeError):
-    """Ranks that the launcher promised did not come; `.ranks` are their numbers."""
+class MissingRanksError(PeerLostError):
+    """Ranks that the launcher promised did not come: `.ranks`, and `.rank` where it is a single one."""
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:
         super().__init__(message)
         self.ranks = list(ranks)
+        self.rank = self.ranks[0] if len(self.ranks) == 1 else None
 
 
 @dataclass

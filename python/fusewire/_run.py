@@ -27,7 +27,7 @@ from typing import Any
 
 from ._launch import without_launcher
 
-_GRACE = 5.0  # seconds that the other ranks get to report after one has failed: one of them may know the cause
+_GRACE = 3.0  # seconds that the other ranks get to report after one has failed: one of them may know the cause
 _BOOTSTRAP = "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from fusewire._run import _child; _child()"
 
 
@@ -268,8 +268,6 @@ def _describe(error: BaseException) -> dict[str, Any]:
 
 def _leave(reason: str) -> None:
     """Tells the peers why this rank leaves, so that their errors can say it."""
-    import fusewire
+    from . import _state
 
-    leave = getattr(fusewire, "_leave", None)
-    if leave is not None:
-        leave(reason)
+    _state._leave(clean=False, reason=reason)
