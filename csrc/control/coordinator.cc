@@ -139,6 +139,7 @@ void Coordinator::Impl::receive(int rank, RequestList&& message) {
   if (!debts.empty()) forgive(rank, message.acked);
   cache.acknowledge(rank, message.acked);
   for (const uint64_t bucket : message.completed) planner.complete(bucket, rank);
+  if (message.failure) return fail(message.failure->code, message.failure->rank, std::move(message.failure->message));
   if (!message.requests.empty()) {
     const Request& last = message.requests.back();
     const ResponseCache::Slot* slot = cache.find(last.id);

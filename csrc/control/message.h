@@ -67,11 +67,21 @@ struct Request {
   std::vector<bool> absent;        // empty: present for every tensor; else one bit per tensor
 };
 
+// One unit that failed, on every member alike.
+struct ResponseError {
+  uint32_t process_set = 0;
+  std::string name;
+  ErrorCode code = ErrorCode::kInternal;
+  int32_t rank = -1;
+  std::string message;
+};
+
 // Rank -> root.
 struct RequestList {
   uint64_t acked = 0;               // sequence number of the last ResponseList this rank has applied
   std::vector<uint64_t> completed;  // buckets this rank (first member of their set) has finished
   std::vector<Request> requests;
+  std::optional<ResponseError> failure;  // this rank cannot go on (its data plane failed): everybody is to raise this
 };
 
 // One unit inside a response. With `id` cached on the receiver, `name` is empty. A unit seen for the first time carries
@@ -89,15 +99,6 @@ struct ResponseBucket {
   std::vector<ResponseUnit> units;
   // Tensors (unit index, tensor index) for which ALL members were absent inside a unit that is not skipped as a whole.
   std::vector<std::pair<uint32_t, uint32_t>> skipped;
-};
-
-// One unit that failed, on every member alike.
-struct ResponseError {
-  uint32_t process_set = 0;
-  std::string name;
-  ErrorCode code = ErrorCode::kInternal;
-  int32_t rank = -1;
-  std::string message;
 };
 
 // Root -> every rank (the same bytes for all).

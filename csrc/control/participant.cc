@@ -63,6 +63,7 @@ struct Participant::Impl {
   bool withdrawn = false;
   std::vector<Request> requests;  // one with neither id nor description has been withdrawn
   std::vector<uint64_t> completed;
+  std::optional<ResponseError> failure;
 
   const ProcessSet& check(const UnitSpec& spec) const;
   void pay_debt(uint32_t set, const std::string& name);
@@ -287,8 +288,10 @@ void Participant::submit(const UnitSpec& spec, std::vector<bool> absent, UnitTok
 
 void Participant::completed(uint64_t bucket) { impl_->completed.push_back(bucket); }
 
+void Participant::report_failure(ResponseError failure) { impl_->failure = std::move(failure); }
+
 bool Participant::has_outgoing() const {
-  return !impl_->requests.empty() || !impl_->completed.empty() || impl_->acknowledge;
+  return !impl_->requests.empty() || !impl_->completed.empty() || impl_->acknowledge || impl_->failure;
 }
 
 RequestList Participant::take_outgoing() {
@@ -297,6 +300,7 @@ RequestList Participant::take_outgoing() {
   list.acked = impl.applied;
   list.completed.swap(impl.completed);
   list.requests.swap(impl.requests);
+  list.failure.swap(impl.failure);
   if (std::exchange(impl.withdrawn, false)) {
     std::erase_if(list.requests, [](const Request& r) { return r.id == kNoCacheId && r.spec == nullptr; });
   }

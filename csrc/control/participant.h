@@ -50,6 +50,9 @@ class Participant {
 
   void completed(uint64_t bucket);
 
+  // This rank cannot go on (its data plane failed). The root makes it the whole job's fatal error; the first one wins.
+  void report_failure(ResponseError failure);
+
   // What to send to the root. An acknowledgement alone is sent only when a response evicted something.
   bool has_outgoing() const;
   RequestList take_outgoing();

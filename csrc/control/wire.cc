@@ -14,7 +14,7 @@ namespace {
 // lists and strings start with their length. Cache ids are coded as the distance from the id to be expected, one more
 // than the last, so ids in ascending order take one byte each.
 //
-//   RequestList    'Q', acked, completed[], requests[]
+//   RequestList    'Q', acked, completed[], requests[], failure?
 //   Request        head, then: the absent bits where head has 2 set; the description where head has 1 set, else the
 //                  distance of the id is head / 4
 //   ResponseList   'R', sequence, evicted[], buckets[], errors[], whether there is a fatal one, the fatal one
@@ -288,6 +288,8 @@ std::vector<std::byte> encode(const RequestList& message) {
     if (!request.absent.empty()) writer.bits(request.absent);
     if (request.spec) write_spec(writer, *request.spec);
   });
+  writer.byte(message.failure ? 1 : 0);
+  if (message.failure) write_error(writer, *message.failure);
   return writer.take();
 }
 
@@ -311,6 +313,7 @@ RequestList decode_requests(std::span<const std::byte> frame) {
     }
     return request;
   });
+  if (reader.flag()) message.failure = read_error(reader);
   reader.finish();
   return message;
 }

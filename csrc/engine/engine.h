@@ -55,14 +55,18 @@ class Engine {
   int rank() const;
   int size() const;
 
-  // Hands a unit over; returns at once. Throws Error: kDuplicateName, kInvalidArgument (unknown process set, not a
-  // member), kInvalidType (an operator without meaning for a dtype), kShutdown, or the error that has failed the
-  // engine. `wake == false` leaves the coordinator asleep: for a caller that waits right away.
+  // Hands a unit over; returns at once. Throws Error: kInvalidType (an operator without meaning for a dtype),
+  // kShutdown, or the error that has failed the engine. What only the protocol can tell (kDuplicateName, an unknown
+  // process set, kTensorMismatch, ...) is thrown by wait(). `wake == false` leaves the coordinator asleep: for a caller
+  // that waits right away.
   Handle submit(Submission submission, bool wake = true);
 
   // Until done; drives the engine meanwhile. Throws the unit's error. Never needs the GIL: call it without.
-  void wait(const Handle& handle);
-  void wait_all(const std::vector<Handle>& handles);  // throws the first error after all are done
+  // `on_signal` is called when a signal handler has run on this thread; what it throws ends the wait (the unit stays in
+  // flight).
+  void wait(const Handle& handle, const std::function<void()>& on_signal = {});
+  // Throws the first error after all are done.
+  void wait_all(const std::vector<Handle>& handles, const std::function<void()>& on_signal = {});
 
   // Whether it is done. Never blocks.
   bool poll(const Handle& handle);

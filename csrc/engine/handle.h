@@ -12,13 +12,13 @@
 namespace fusewire {
 
 // Note [Who drops a keep-alive]
-// `keep_alive` may own a Python object, whose last reference must be dropped under the GIL. So the engine never drops
+// `keep_alive_` may own a Python object, whose last reference must be dropped under the GIL. So the engine never drops
 // it: a Handle that the submitter has let go of before its unit completed is put on the engine's list of retired
 // handles, and the list is emptied by the next thread that submits, waits or shuts down (all of them are the user's).
 // As "has let go" cannot be asked without a race, every completed handle goes that way.
 class HandleState {
  public:
-  bool done() const { return done_.load(std::memory_order_acquire); }
+  bool done() const { return done_.load(std::memory_order_seq_cst); }
 
   // Valid once done().
   bool ok() const { return !error_; }
@@ -26,7 +26,11 @@ class HandleState {
   const std::vector<bool>& skipped() const { return skipped_; }  // empty: none; else per tensor: nobody had it
   uint32_t created_set() const { return created_set_; }
 
-  std::shared_ptr<void> keep_alive;
+  // On a thread of the submitter's. Several threads may wait for one handle.
+  void drop_keep_alive() {
+    if (!dropped_.exchange(true, std::memory_order_acq_rel)) keep_alive_.reset();
+  }
+  void set_keep_alive(std::shared_ptr<void> owner) { keep_alive_ = std::move(owner); }
 
   // The engine's side: once, before anybody may see done().
   void finish(std::shared_ptr<const Error> error, std::vector<bool> skipped, uint32_t created_set) {
@@ -37,6 +41,8 @@ class HandleState {
   }
 
  private:
+  std::shared_ptr<void> keep_alive_;
+  std::atomic<bool> dropped_{false};
   std::atomic<bool> done_{false};
   std::shared_ptr<const Error> error_;
   std::vector<bool> skipped_;

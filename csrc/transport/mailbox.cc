@@ -94,6 +94,7 @@ bool FrameSender::flush() {
     if (fault_.empty() && arm()) break;
   }
   if (!fault_.empty()) outbox_.clear();
+  waiting_at_.store(outbox_.empty() ? kNotWaiting : head_, std::memory_order_relaxed);
   ring_->tail.store(tail_, std::memory_order_release);
   return tail_ != before;
 }
@@ -156,6 +157,7 @@ bool FrameReceiver::receive(std::vector<std::byte>& frame, bool& sender_waits) {
     }
     if (whole) length_have_ = 0;
   }
+  if (!fault_.empty()) broken_.store(true, std::memory_order_relaxed);
   if (head_ == before) return whole;
   ring_->head.exchange(head_, std::memory_order_seq_cst);
   if (ring_->wants_room.load(std::memory_order_seq_cst) != 0 && tail_ - head_ <= kRingBytes / 2) {

@@ -41,7 +41,11 @@ class FrameSender {
   bool send(std::span<const std::byte> frame);
   bool flush();
 
-  bool can_flush() const { return !outbox_.empty() && ring_->head.load(std::memory_order_relaxed) != head_; }
+  // Any thread, as an engine's driver looks for work after it has left the seat.
+  bool can_flush() const {
+    return waiting_at_.load(std::memory_order_relaxed) != kNotWaiting &&
+           ring_->head.load(std::memory_order_seq_cst) != waiting_at_.load(std::memory_order_relaxed);
+  }
   const Fault& fault() const { return fault_; }
 
  private:
@@ -51,7 +55,10 @@ class FrameSender {
 
   RingMemory* ring_;
   uint64_t tail_ = 0;
-  uint64_t head_ = 0;                          // the reader's, as last seen
+  uint64_t head_ = 0;  // the reader's, as last seen
+  static constexpr uint64_t kNotWaiting = UINT64_MAX;
+  std::atomic<uint64_t> waiting_at_{kNotWaiting};  // the reader's count for which the outbox has no room
+
   std::deque<std::vector<std::byte>> outbox_;  // frames with their length in front
   size_t outbox_sent_ = 0;                     // bytes of outbox_.front() already written
   Fault fault_;
@@ -65,7 +72,11 @@ class FrameReceiver {
   // of an unfinished frame, so that has_incoming() is false afterwards.
   bool receive(std::vector<std::byte>& frame, bool& sender_waits);
 
-  bool has_incoming() const { return ring_->tail.load(std::memory_order_acquire) != head_ && fault_.empty(); }
+  // Any thread, see can_flush(). Nobody listens to a broken peer any more.
+  bool has_incoming() const {
+    return ring_->tail.load(std::memory_order_seq_cst) != ring_->head.load(std::memory_order_relaxed) &&
+           !broken_.load(std::memory_order_relaxed);
+  }
   const Fault& fault() const { return fault_; }
 
  private:
@@ -81,6 +92,7 @@ class FrameReceiver {
   uint32_t length_ = 0;
   std::vector<std::byte> partial_;
   Fault fault_;
+  std::atomic<bool> broken_{false};  // fault_ is set
 };
 
 }  // namespace fusewire

@@ -60,7 +60,7 @@ class Seat {
   uint32_t ticket() const;
   void sleep_as_coordinator(uint32_t ticket, std::optional<std::chrono::nanoseconds> timeout);
 
-  SeatState state() const { return static_cast<SeatState>(word_->state.load(std::memory_order_acquire)); }
+  SeatState state() const { return static_cast<SeatState>(word_->state.load(std::memory_order_seq_cst)); }
 
  private:
   bool move(SeatState from, SeatState to);

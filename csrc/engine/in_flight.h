@@ -13,22 +13,23 @@
 
 namespace fusewire {
 
-struct Unit {
+struct InFlight {
   OpKind kind = OpKind::kAllreduce;
   ReduceOp op = ReduceOp::kSum;
   double prescale = 1.0;
   double postscale = 1.0;
   int32_t root = 0;
+  uint32_t process_set = 0;
   std::vector<SubmittedTensor> tensors;
   Handle handle;
 };
 
 // Tokens are indices into a slab, so that a lookup is one array access. Only the driver touches it.
-class UnitTable {
+class InFlightTable {
  public:
   using Clock = std::chrono::steady_clock;
 
-  uint64_t add(Unit&& unit, Clock::time_point now) {
+  uint64_t add(InFlight&& unit, Clock::time_point now) {
     uint32_t slot;
     if (free_.empty()) {
       slot = static_cast<uint32_t>(slots_.size());
@@ -43,7 +44,7 @@ class UnitTable {
     return slot;
   }
 
-  Unit take(uint64_t token) {
+  InFlight take(uint64_t token) {
     Slot& slot = slots_.at(token);
     slot.used = false;
     free_.push_back(static_cast<uint32_t>(token));
@@ -63,7 +64,7 @@ class UnitTable {
 
  private:
   struct Slot {
-    Unit unit;
+    InFlight unit;
     uint64_t generation = 0;
     bool used = false;
   };

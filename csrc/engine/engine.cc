@@ -1,0 +1,340 @@
+#include "engine/engine.h"
+
+#include <pthread.h>
+#include <sched.h>
+
+#include <atomic>
+#include <chrono>
+#include <mutex>
+#include <optional>
+#include <thread>
+#include <utility>
+
+#include "common/futex.h"
+#include "common/logging.h"
+#include "engine/completion.h"
+#include "engine/executor.h"
+#include "engine/plane_table.h"
+#include "engine/progress.h"
+#include "engine/thread.h"
+
+namespace fusewire {
+namespace {
+
+using Clock = std::chrono::steady_clock;
+
+// Counts fork() calls as seen from the child: an engine born under another count belongs to the parent.
+std::atomic<uint32_t> fork_count{0};
+
+uint32_t watch_forks() {
+  [[maybe_unused]] static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1, std::memory_order_relaxed); });
+  return fork_count.load(std::memory_order_relaxed);
+}
+
+int online_cores() {
+  cpu_set_t cores;
+  if (sched_getaffinity(0, sizeof(cores), &cores) == 0) return CPU_COUNT(&cores);
+  return static_cast<int>(std::thread::hardware_concurrency());
+}
+
+// A spinning thread only helps while its peer runs at the same time.
+std::chrono::microseconds spin_time(const Config& config, int local_ranks) {
+  if (config.spin_us >= 0) return std::chrono::microseconds(config.spin_us);
+  return std::chrono::microseconds(online_cores() >= local_ranks ? 20 : 0);
+}
+
+ShmOptions plane_options(const Config& config, std::chrono::microseconds spin) {
+  ShmOptions options;
+  options.chunk_bytes = config.shm_chunk;
+  options.spin = spin;
+  options.abort_after =
+      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(config.stall_abort_seconds));
+  return options;
+}
+
+// How long shutdown() lets buckets that have begun come to their end.
+constexpr std::chrono::seconds kDrainTime{5};
+
+}  // namespace
+
+class Engine::Impl {
+ public:
+  Impl(std::unique_ptr<Endpoint> endpoint, const Config& config)
+      : config_(config),
+        endpoint_(std::move(endpoint)),
+        logger_(config.log_level, endpoint_->rank()),
+        spin_(spin_time(config, endpoint_->size())),
+        seat_(endpoint_->seat()),
+        executor_(completion_, [this] { seat_.ring(); }),
+        planes_(*endpoint_, plane_options(config, spin_)),
+        progress_(*endpoint_, config_, logger_, completion_, executor_, planes_) {
+    std::vector<int32_t> everybody(static_cast<size_t>(endpoint_->size()));
+    for (size_t i = 0; i < everybody.size(); ++i) everybody[i] = static_cast<int32_t>(i);
+    planes_.add(0, std::move(everybody));
+    endpoint_->watch([this](const Departure& departure) { on_departure(departure); });
+    coordinator_thread_ = start_thread("fw-coord", [this] { coordinate(); });
+  }
+
+  ~Impl() { shutdown(true, "its engine was destroyed"); }
+
+  Handle submit(Submission submission, bool wake);
+  void wait(const HandleState& handle, const std::function<void()>& on_signal);
+  void shutdown(bool clean, const std::string& reason);
+
+  bool has_work() const { return progress_.has_work() || executor_.has_runnable(); }
+  bool forked() const { return fork_count.load(std::memory_order_relaxed) != born_at_fork_; }
+  void check_usable() const;
+
+  const Config config_;
+  const std::unique_ptr<Endpoint> endpoint_;
+  const Logger logger_;
+  const std::chrono::microseconds spin_;
+  Seat& seat_;
+  Completion completion_;
+  Executor executor_;
+  PlaneTable planes_;
+  Progress progress_;
+
+ private:
+  void coordinate();
+  void drive(const HandleState& handle, const std::function<void()>& on_signal);
+  bool spin(const HandleState& handle);
+  void leave_seat();
+  void on_departure(const Departure& departure);
+
+  const uint32_t born_at_fork_ = watch_forks();
+  std::atomic<bool> closing_{false};
+  std::atomic<bool> closed_{false};
+  std::mutex shutdown_mutex_;  // held for all of shutdown(); taken before every other lock
+  std::thread coordinator_thread_;
+};
+
+void Engine::Impl::check_usable() const {
+  if (forked()) {
+    throw Error(ErrorCode::kShutdown,
+                "this process was forked from one that uses Fusewire and cannot take part in its collectives; start "
+                "ranks as processes of their own (torchrun, fusewire run)");
+  }
+  if (const auto failure = completion_.failure()) throw *failure;
+}
+
+Handle Engine::Impl::submit(Submission submission, bool wake) {
+  check_usable();
+  completion_.drop_retired();
+
+  UnitSpec spec;
+  spec.kind = submission.kind;
+  spec.op = submission.op;
+  spec.prescale = submission.prescale;
+  spec.postscale = submission.postscale;
+  spec.root = submission.root;
+  spec.process_set = submission.process_set;
+  spec.name = std::move(submission.name);
+  spec.ranks = std::move(submission.ranks);
+  spec.tensors.reserve(submission.tensors.size());
+  for (const SubmittedTensor& tensor : submission.tensors) {
+    const DataType dtype = tensor.input.dtype;
+    if (spec.kind == OpKind::kAllreduce && !supports(dtype, spec.op)) {
+      throw Error(ErrorCode::kInvalidType, "allreduce '" + spec.name + "': " + std::string(to_string(spec.op)) +
+                                               " has no meaning for " + std::string(to_string(dtype)) +
+                                               "; allowed: " + allowed_ops(dtype));
+    }
+    spec.tensors.push_back({dtype, tensor.wire, tensor.input.device.type, tensor.input.sizes});
+  }
+
+  InFlight unit;
+  unit.kind = spec.kind;
+  unit.op = spec.op;
+  unit.prescale = spec.prescale;
+  unit.postscale = spec.postscale;
+  unit.root = spec.root;
+  unit.process_set = spec.process_set;
+  unit.tensors = std::move(submission.tensors);
+  unit.handle = std::make_shared<HandleState>();
+  unit.handle->set_keep_alive(std::move(submission.keep_alive));
+  Handle handle = unit.handle;
+  progress_.add(std::move(spec), std::move(unit));
+  if (wake) seat_.ring();
+  return handle;
+}
+
+void Engine::Impl::wait(const HandleState& handle, const std::function<void()>& on_signal) {
+  while (!handle.done()) {
+    if (forked()) check_usable();
+    if (seat_.take_as_caller()) {
+      drive(handle, on_signal);
+      continue;
+    }
+    // Somebody else drives. The coordinator thread gives way when it sees a waiter; another caller finishes its own
+    // wait first, and completes ours on the way or leaves the seat. It may sleep, and not know of our submission yet.
+    const Completion::Ticket ticket = completion_.begin_wait();
+    seat_.ring();
+    bool interrupted = false;
+    if (!handle.done() && seat_.state() != SeatState::kIdle && seat_.state() != SeatState::kWoken) {
+      interrupted = completion_.sleep(ticket);
+    }
+    completion_.end_wait();
+    if (interrupted && on_signal) on_signal();
+    // The driver may have left the seat to us although our handle was already done: then the work is still there.
+    if (handle.done() && has_work()) seat_.ring();
+  }
+}
+
+// Holds the seat until the handle is done.
+void Engine::Impl::drive(const HandleState& handle, const std::function<void()>& on_signal) {
+  bool interrupted = false;
+  while (!handle.done() && !interrupted) {
+    if (closed_.load(std::memory_order_seq_cst)) {
+      progress_.close(completion_.failure());  // submitted while shutdown() was at work
+      break;
+    }
+    if (closing_.load(std::memory_order_seq_cst)) break;
+    bool worked = progress_.step();
+    worked |= executor_.run_one();  // Note [Inline buckets]
+    if (worked || handle.done() || spin(handle)) continue;
+
+    const auto timeout = progress_.time_to_deadline();
+    const uint32_t ticket = seat_.announce_sleep();
+    if (handle.done() || has_work() || closing_.load(std::memory_order_seq_cst)) {
+      seat_.cancel_sleep();
+      continue;
+    }
+    interrupted = seat_.sleep(ticket, timeout);
+  }
+  leave_seat();
+  if (interrupted && on_signal) on_signal();
+  if (closing_.load(std::memory_order_seq_cst) && !handle.done()) {
+    // shutdown() fails every handle as soon as it has the seat.
+    const Completion::Ticket ticket = completion_.begin_wait();
+    if (!handle.done()) completion_.sleep(ticket);
+    completion_.end_wait();
+  }
+}
+
+// Looks for work for a short while; true when there is some.
+bool Engine::Impl::spin(const HandleState& handle) {
+  if (spin_.count() == 0) return false;
+  const auto until = Clock::now() + spin_;
+  do {
+    for (int i = 0; i < 32; ++i) {
+      if (has_work() || handle.done()) return true;
+      cpu_relax();
+    }
+  } while (Clock::now() < until);
+  return false;
+}
+
+void Engine::Impl::leave_seat() {
+  seat_.leave();
+  completion_.notify();
+  if (has_work()) seat_.ring();
+}
+
+void Engine::Impl::coordinate() {
+  while (!closed_.load(std::memory_order_seq_cst)) {
+    const uint32_t ticket = seat_.ticket();
+    std::optional<std::chrono::nanoseconds> timeout;
+    if (!closing_.load(std::memory_order_seq_cst) && seat_.take_as_coordinator()) {
+      // Note [Inline buckets]
+      while (!completion_.has_waiters() && !closing_.load(std::memory_order_seq_cst) &&
+             (progress_.step() || executor_.run_one_if(config_.inline_limit))) {
+      }
+      executor_.hand_over();
+      timeout = progress_.time_to_deadline();
+      seat_.leave();
+      completion_.notify();
+      if (!completion_.has_waiters() && progress_.has_work()) continue;
+    }
+    if (closed_.load(std::memory_order_seq_cst)) break;
+    seat_.sleep_as_coordinator(ticket, timeout);
+  }
+}
+
+void Engine::Impl::on_departure(const Departure& departure) {
+  // A bucket that runs may be waiting for memory that nobody will write any more. If nothing runs, nobody is disturbed.
+  if (!departure.clean && executor_.busy()) planes_.abort(departure.rank);
+  progress_.departed(departure);
+  seat_.ring();
+}
+
+void Engine::Impl::shutdown(bool clean, const std::string& reason) {
+  if (forked()) return;
+  const std::lock_guard lock(shutdown_mutex_);
+  if (closed_.load(std::memory_order_seq_cst)) return;
+  // What all ranks have started the others will finish; let it end here too, or they would wait for this rank.
+  if (clean && !completion_.failed()) executor_.wait_until_drained(kDrainTime);
+  if (executor_.busy()) {
+    clean = false;
+    planes_.abort(PlaneTable::kEverySet);
+  }
+
+  closing_.store(true, std::memory_order_seq_cst);
+  const auto error = std::make_shared<Error>(
+      ErrorCode::kShutdown, "Fusewire was shut down while this operation was pending, or before it was called");
+  while (!seat_.take_as_caller()) {
+    const Completion::Ticket ticket = completion_.begin_wait();
+    seat_.ring();  // a caller that sleeps in the seat looks at closing_
+    if (seat_.state() != SeatState::kIdle && seat_.state() != SeatState::kWoken) completion_.sleep(ticket);
+    completion_.end_wait();
+  }
+  progress_.close(error);
+  completion_.notify();
+  endpoint_->goodbye(clean, reason);
+  closed_.store(true, std::memory_order_seq_cst);
+  seat_.leave();
+  seat_.ring();
+  completion_.notify();
+  coordinator_thread_.join();
+  executor_.stop();
+  completion_.drop_retired();
+}
+
+Engine::Engine(std::unique_ptr<Endpoint> endpoint, const Config& config)
+    : impl_(std::make_unique<Impl>(std::move(endpoint), config)) {}
+
+Engine::~Engine() {
+  // In a forked child the threads to join do not exist and the peers must notice nothing.
+  if (impl_ && impl_->forked()) static_cast<void>(impl_.release());
+}
+
+int Engine::rank() const { return impl_->endpoint_->rank(); }
+int Engine::size() const { return impl_->endpoint_->size(); }
+
+Handle Engine::submit(Submission submission, bool wake) { return impl_->submit(std::move(submission), wake); }
+
+void Engine::wait(const Handle& handle, const std::function<void()>& on_signal) {
+  if (!handle->done()) impl_->wait(*handle, on_signal);
+  handle->drop_keep_alive();
+  impl_->completion_.drop_retired();
+  if (!handle->ok()) throw *handle->error();
+}
+
+void Engine::wait_all(const std::vector<Handle>& handles, const std::function<void()>& on_signal) {
+  std::shared_ptr<const Error> first;
+  for (const Handle& handle : handles) {
+    if (!handle->done()) impl_->wait(*handle, on_signal);
+    handle->drop_keep_alive();
+    if (!handle->ok() && !first) first = handle->error();
+  }
+  impl_->completion_.drop_retired();
+  if (first) throw *first;
+}
+
+bool Engine::poll(const Handle& handle) { return handle->done(); }
+
+void Engine::shutdown(bool clean, const std::string& reason) { impl_->shutdown(clean, reason); }
+
+std::shared_ptr<const Error> Engine::failure() const { return impl_->completion_.failure(); }
+
+std::vector<int32_t> Engine::members(uint32_t process_set) const { return impl_->planes_.members(process_set); }
+
+EngineStats Engine::stats() const {
+  return {impl_->executor_.units_run(), impl_->executor_.buckets_run(), impl_->executor_.bytes_run()};
+}
+
+size_t Engine::pending() const { return impl_->progress_.pending(); }
+
+void Engine::abandon_after_fork() noexcept { impl_->endpoint_->abandon_after_fork(); }
+
+}  // namespace fusewire

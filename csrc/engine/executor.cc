@@ -1,0 +1,177 @@
+#include "engine/executor.h"
+
+#include <limits>
+#include <string>
+#include <utility>
+
+#include "engine/thread.h"
+
+namespace fusewire {
+namespace {
+
+// A wait inside a data plane ended because somebody else's progress stopped: say who, in global ranks.
+std::shared_ptr<const Error> explain(const Error& error, const Plane& plane) {
+  if (error.code() != ErrorCode::kStalled) return std::make_shared<Error>(error);
+  std::string late;
+  int rank = -1;
+  for (const int r : plane.backend->laggards()) {
+    rank = plane.ranks.at(static_cast<size_t>(r));
+    late += (late.empty() ? "" : ", ") + std::to_string(rank);
+  }
+  if (late.empty()) return std::make_shared<Error>(error);
+  return std::make_shared<Error>(
+      ErrorCode::kStalled,
+      "a collective that all ranks had started stopped making progress: rank " + late +
+          " is behind (stopped, swapping or killed?). Look at that process; FUSEWIRE_STALL_ABORT_TIME sets how long to "
+          "wait.",
+      rank);
+}
+
+}  // namespace
+
+Executor::Executor(Completion& completion, std::function<void()> after_run)
+    : completion_(completion), after_run_(std::move(after_run)) {}
+
+Executor::~Executor() { stop(); }
+
+void Executor::stop() {
+  {
+    const std::lock_guard lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  if (thread_.joinable()) thread_.join();
+}
+
+void Executor::push(Assignment assignment) {
+  const std::lock_guard lock(mutex_);
+  queue_.push_back(std::move(assignment));
+  runnable_.store(!running_, std::memory_order_release);
+}
+
+bool Executor::claim(int64_t bytes_at_most, Assignment& out) {
+  if (!has_runnable()) return false;
+  const std::lock_guard lock(mutex_);
+  if (running_ || queue_.empty() || queue_.front().bytes > bytes_at_most) return false;
+  running_ = true;
+  runnable_.store(false, std::memory_order_release);
+  out = std::move(queue_.front());
+  queue_.pop_front();
+  return true;
+}
+
+bool Executor::run_one_if(int64_t bytes_at_most) {
+  Assignment assignment;
+  if (!claim(bytes_at_most, assignment)) return false;
+  run(std::move(assignment));
+  return true;
+}
+
+bool Executor::run_one() { return run_one_if(std::numeric_limits<int64_t>::max()); }
+
+void Executor::run(Assignment assignment) {
+  std::shared_ptr<const Error> error;
+  try {
+    for (const Bucket& part : assignment.parts) assignment.plane->backend->run(part);
+  } catch (const Error& e) {
+    error = explain(e, *assignment.plane);
+  } catch (const std::exception& e) {
+    error = std::make_shared<Error>(ErrorCode::kCollective,
+                                    std::string(assignment.plane->backend->name()) + " data plane: " + e.what());
+  }
+  buckets_run_.fetch_add(1, std::memory_order_relaxed);
+  bytes_run_.fetch_add(static_cast<uint64_t>(assignment.bytes), std::memory_order_relaxed);
+  units_run_.fetch_add(assignment.units.size(), std::memory_order_relaxed);
+
+  std::vector<FinishedUnit> done;
+  std::shared_ptr<const Error> known;
+  {
+    const std::lock_guard lock(mutex_);
+    // Asked under the lock: fail_all() comes after Completion::fail(), so either it finds these units or we find why.
+    if (error) known = completion_.failure();
+    running_ = false;
+    if (!error || known) {
+      done = std::move(assignment.units);
+    } else {
+      if (!trouble_) trouble_ = error;
+      has_trouble_.store(true, std::memory_order_release);
+      for (FinishedUnit& unit : assignment.units) unresolved_.push_back(std::move(unit));
+    }
+    if (!error && assignment.report_completion) {
+      completed_.push_back(assignment.bucket);
+      has_completed_.store(true, std::memory_order_release);
+    }
+    runnable_.store(!queue_.empty(), std::memory_order_release);
+    if (queue_.empty()) drained_.notify_all();
+  }
+  for (FinishedUnit& unit : done) completion_.complete(std::move(unit.handle), known, std::move(unit.skipped));
+  completion_.notify();
+  after_run_();
+}
+
+void Executor::hand_over() {
+  {
+    const std::lock_guard lock(mutex_);
+    if (queue_.empty() || stopping_) return;
+    handed_over_ = true;
+    if (!thread_.joinable()) thread_ = start_thread("fw-exec", [this] { thread_main(); });
+  }
+  wake_.notify_one();
+}
+
+void Executor::thread_main() {
+  std::unique_lock lock(mutex_);
+  for (;;) {
+    wake_.wait(lock, [this] { return stopping_ || (handed_over_ && !running_ && !queue_.empty()); });
+    if (stopping_) return;
+    lock.unlock();
+    while (run_one()) {
+    }
+    lock.lock();
+    // What is left now is either nothing or being run by a waiting caller, who goes on with the rest.
+    handed_over_ = false;
+  }
+}
+
+bool Executor::busy() const {
+  const std::lock_guard lock(mutex_);
+  return running_ || !queue_.empty() || !unresolved_.empty();
+}
+
+std::vector<uint64_t> Executor::take_completed() {
+  std::vector<uint64_t> out;
+  if (!has_completed()) return out;
+  const std::lock_guard lock(mutex_);
+  out.swap(completed_);
+  has_completed_.store(false, std::memory_order_release);
+  return out;
+}
+
+std::shared_ptr<const Error> Executor::trouble() const {
+  if (!has_trouble()) return nullptr;
+  const std::lock_guard lock(mutex_);
+  return trouble_;
+}
+
+void Executor::fail_all(const std::shared_ptr<const Error>& error) {
+  std::vector<FinishedUnit> failed;
+  {
+    const std::lock_guard lock(mutex_);
+    failed.swap(unresolved_);
+    for (Assignment& assignment : queue_) {
+      for (FinishedUnit& unit : assignment.units) failed.push_back(std::move(unit));
+    }
+    queue_.clear();
+    runnable_.store(false, std::memory_order_release);
+    if (!running_) drained_.notify_all();
+  }
+  for (FinishedUnit& unit : failed) completion_.complete(std::move(unit.handle), error);
+  completion_.notify();
+}
+
+void Executor::wait_until_drained(std::chrono::nanoseconds at_most) {
+  std::unique_lock lock(mutex_);
+  drained_.wait_for(lock, at_most, [this] { return !running_ && queue_.empty(); });
+}
+
+}  // namespace fusewire

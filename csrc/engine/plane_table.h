@@ -1,0 +1,39 @@
+// Which process sets exist, and the data plane of each that this rank belongs to.
+#pragma once
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "collective/shm.h"
+#include "engine/executor.h"
+#include "transport/endpoint.h"
+
+namespace fusewire {
+
+// Thread-safe: the driver adds and removes, the watcher aborts, users ask. Lock order: mutex_ is a leaf but for the
+// backends' abort(), which takes no lock.
+class PlaneTable {
+ public:
+  // `options.rank` and `.size` are filled in per set.
+  PlaneTable(Endpoint& endpoint, ShmOptions options) : endpoint_(endpoint), options_(options) {}
+
+  void add(uint32_t process_set, std::vector<int32_t> ranks);
+  void remove(uint32_t process_set);
+
+  std::shared_ptr<Plane> plane(uint32_t process_set) const;  // null: not a member, or no such set
+  std::vector<int32_t> members(uint32_t process_set) const;  // throws Error(kInvalidArgument)
+  void abort(int rank_or_all);                               // sets with that rank; -1: every set
+  static constexpr int kEverySet = -1;
+
+ private:
+  Endpoint& endpoint_;
+  const ShmOptions options_;
+  mutable std::mutex mutex_;
+  std::map<uint32_t, std::shared_ptr<Plane>> planes_;
+  std::map<uint32_t, std::vector<int32_t>> members_;
+};
+
+}  // namespace fusewire

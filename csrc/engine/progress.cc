@@ -1,0 +1,294 @@
+#include "engine/progress.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "control/wire.h"
+#include "engine/assignment.h"
+
+namespace fusewire {
+namespace {
+
+// How much later than the root a follower gives up, so that the root's report, which knows who is late, comes first;
+// and how long a data plane's failure waits for the root's word on whose fault it is.
+constexpr std::chrono::milliseconds kGrace{500};
+constexpr std::chrono::milliseconds kTroublePatience{1500};
+
+std::chrono::nanoseconds to_duration(double seconds) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds));
+}
+
+}  // namespace
+
+Progress::Progress(Endpoint& endpoint, const Config& config, const Logger& logger, Completion& completion,
+                   Executor& executor, PlaneTable& planes)
+    : endpoint_(endpoint),
+      config_(config),
+      logger_(logger),
+      completion_(completion),
+      executor_(executor),
+      planes_(planes),
+      participant_(endpoint.rank(), endpoint.size()) {
+  if (endpoint.rank() == 0) coordinator_ = std::make_unique<Coordinator>(endpoint.size(), config);
+}
+
+void Progress::add(UnitSpec spec, InFlight unit) {
+  pending_.fetch_add(1, std::memory_order_relaxed);
+  const std::lock_guard lock(inbox_mutex_);
+  submissions_.push_back({std::move(spec), std::move(unit)});
+  has_submissions_.store(true, std::memory_order_seq_cst);
+}
+
+void Progress::departed(const Departure& departure) {
+  const std::lock_guard lock(inbox_mutex_);
+  departures_.push_back(departure);
+  has_departures_.store(true, std::memory_order_seq_cst);
+}
+
+bool Progress::has_work() const {
+  return has_submissions_.load(std::memory_order_seq_cst) || has_departures_.load(std::memory_order_seq_cst) ||
+         executor_.has_completed() || endpoint_.has_incoming();
+}
+
+bool Progress::step() {
+  try {
+    return try_step(Clock::now());
+  } catch (const std::exception& e) {
+    // A malformed message, memory that could not be mapped, ...: this rank cannot go on, and says so.
+    const auto error = std::make_shared<Error>(
+        ErrorCode::kInternal, "rank " + std::to_string(endpoint_.rank()) + " failed inside Fusewire: " + e.what(),
+        endpoint_.rank());
+    fail(error);
+    return true;
+  }
+}
+
+bool Progress::try_step(Clock::time_point now) {
+  bool worked = take_submissions(now);
+  worked |= take_completions();
+  worked |= coordinator_ ? lead(now) : follow();
+  worked |= take_departures(now);
+  check_trouble(now);
+  if (!worked) check_time(now);
+  return worked;
+}
+
+bool Progress::take_submissions(Clock::time_point now) {
+  if (!has_submissions_.load(std::memory_order_seq_cst)) return false;
+  std::vector<Submitted> taken;
+  {
+    const std::lock_guard lock(inbox_mutex_);
+    taken.swap(submissions_);
+    has_submissions_.store(false, std::memory_order_seq_cst);
+  }
+  for (Submitted& submitted : taken) {
+    if (const SharedError failure = completion_.failure()) {
+      fail_unit(std::move(submitted.unit), failure);
+      continue;
+    }
+    std::vector<bool> absent;
+    const std::vector<SubmittedTensor>& tensors = submitted.unit.tensors;
+    if (std::any_of(tensors.begin(), tensors.end(), [](const SubmittedTensor& t) { return t.absent; })) {
+      absent.reserve(tensors.size());
+      for (const SubmittedTensor& tensor : tensors) absent.push_back(tensor.absent);
+    }
+    const UnitToken token = units_.add(std::move(submitted.unit), now);
+    try {
+      participant_.submit(std::move(submitted.spec), std::move(absent), token);
+    } catch (const Error& error) {
+      fail_unit(units_.take(token), std::make_shared<Error>(error));
+    }
+  }
+  return true;
+}
+
+bool Progress::take_completions() {
+  if (!executor_.has_completed()) return false;
+  for (const uint64_t bucket : executor_.take_completed()) participant_.completed(bucket);
+  return true;
+}
+
+bool Progress::lead(Clock::time_point now) {
+  bool worked = false;
+  for (int peer = 1; peer < endpoint_.size(); ++peer) {
+    while (endpoint_.receive(peer, frame_)) {
+      worked = true;
+      coordinator_->receive(peer, decode_requests(frame_), now);
+    }
+  }
+  for (;;) {
+    if (participant_.has_outgoing()) coordinator_->receive(0, participant_.take_outgoing(), now);
+    const std::optional<ResponseList> response = coordinator_->poll(now);
+    if (!response) break;
+    worked = true;
+    const std::vector<std::byte> bytes = encode(*response);
+    for (int peer = 1; peer < endpoint_.size(); ++peer) endpoint_.send(peer, bytes);
+    apply(*response);
+  }
+  endpoint_.flush();
+  return worked;
+}
+
+bool Progress::follow() {
+  bool worked = false;
+  while (endpoint_.receive(0, frame_)) {
+    worked = true;
+    apply(decode_responses(frame_));
+  }
+  if (participant_.has_outgoing()) {
+    worked = true;
+    endpoint_.send(0, encode(participant_.take_outgoing()));
+  }
+  endpoint_.flush();
+  if (root_left_ && (pending() > 0 || executor_.busy())) {
+    const std::string who = "rank 0 has left the job: " + root_left_->reason +
+                            ". Look at rank 0's own output for the cause, then restart the job.";
+    const auto error = std::make_shared<Error>(ErrorCode::kPeerLost, who, 0);
+    if (root_left_->clean) {
+      // What rank 0 had started it has finished, so buckets that run here will end well; only what it has not answered
+      // never will be.
+      completion_.fail(error);
+      fail_pending(error);
+    } else {
+      fail(error);
+    }
+  }
+  return worked;
+}
+
+bool Progress::take_departures(Clock::time_point now) {
+  if (!has_departures_.load(std::memory_order_seq_cst)) return false;
+  std::vector<Departure> taken;
+  {
+    const std::lock_guard lock(inbox_mutex_);
+    taken.swap(departures_);
+    has_departures_.store(false, std::memory_order_seq_cst);
+  }
+  for (const Departure& departure : taken) {
+    if (coordinator_) {
+      coordinator_->leave(departure.rank, departure.clean, departure.reason, now);
+    } else {
+      root_left_ = departure;  // follow() acts on it after it has read what rank 0 had still sent
+    }
+  }
+  return true;
+}
+
+void Progress::apply(const ResponseList& response) {
+  Participant::Outcome outcome = participant_.apply(response);
+  for (Work& work : outcome.work) dispatch(work);
+  for (const Failure& failure : outcome.failures) {
+    fail_unit(units_.take(failure.token), std::make_shared<Error>(failure.code, failure.message, failure.rank));
+  }
+  if (outcome.fatal) fail(std::make_shared<Error>(outcome.fatal->code, outcome.fatal->message, outcome.fatal->rank));
+}
+
+void Progress::dispatch(Work& work) {
+  std::vector<InFlight> units;
+  units.reserve(work.units.size());
+  for (const WorkUnit& work_unit : work.units) units.push_back(units_.take(work_unit.token));
+  pending_.fetch_sub(units.size(), std::memory_order_relaxed);
+
+  const OpKind kind = units.front().kind;
+  if (kind == OpKind::kAllreduce || kind == OpKind::kBroadcast) {
+    if (!work.skip) {
+      executor_.push(make_assignment(work, std::move(units), planes_.plane(work.process_set)));
+      return;
+    }
+  }
+  for (size_t i = 0; i < units.size(); ++i) {
+    if (kind == OpKind::kAddProcessSet) {
+      planes_.add(work.units[i].created_set, *participant_.members(work.units[i].created_set));
+    }
+    if (kind == OpKind::kRemoveProcessSet) planes_.remove(units[i].process_set);
+    std::vector<bool> skipped = work.units[i].skipped;
+    if (work.skip) skipped.assign(units[i].tensors.size(), true);
+    completion_.complete(std::move(units[i].handle), nullptr, std::move(skipped), work.units[i].created_set);
+  }
+  completion_.notify();
+}
+
+void Progress::fail_unit(InFlight unit, const SharedError& error) {
+  pending_.fetch_sub(1, std::memory_order_relaxed);
+  completion_.complete(std::move(unit.handle), error);
+  completion_.notify();
+}
+
+void Progress::fail_pending(const SharedError& error) {
+  for (const UnitToken token : participant_.take_pending()) fail_unit(units_.take(token), error);
+}
+
+void Progress::fail(const SharedError& error) {
+  completion_.fail(error);
+  const SharedError first = completion_.failure();
+  planes_.abort(PlaneTable::kEverySet);
+  fail_pending(first);
+  executor_.fail_all(first);
+}
+
+void Progress::close(const SharedError& error) {
+  fail(error);
+  take_submissions(Clock::now());
+}
+
+// A data plane has thrown here. The root is told, and its answer fails everybody alike; if none comes (the root is the
+// one that stopped), this rank goes by what it knows.
+void Progress::check_trouble(Clock::time_point now) {
+  if (!executor_.has_trouble() || completion_.failed()) return;
+  const SharedError trouble = executor_.trouble();
+  if (!trouble_since_) {
+    trouble_since_ = now;
+    // kPeerLost here only says "somebody aborted": that somebody tells the root.
+    if (trouble->code() != ErrorCode::kPeerLost) {
+      participant_.report_failure({0, "", trouble->code(), trouble->rank(), trouble->what()});
+      if (coordinator_) {
+        lead(now);
+      } else {
+        follow();
+      }
+    }
+  } else if (now - *trouble_since_ >= kTroublePatience) {
+    fail(trouble);
+  }
+}
+
+std::optional<Progress::Clock::time_point> Progress::deadline() {
+  std::optional<Clock::time_point> at;
+  const auto consider = [&at](Clock::time_point t) {
+    if (!at || t < *at) at = t;
+  };
+  if (completion_.failed()) return at;
+  if (trouble_since_) consider(*trouble_since_ + kTroublePatience);
+  if (coordinator_) {
+    if (const auto next = coordinator_->next_deadline()) consider(*next);
+  } else if (config_.stall_abort_seconds > 0 && units_.oldest() != Clock::time_point::max()) {
+    consider(units_.oldest() + to_duration(config_.stall_abort_seconds * 1.05) + kGrace);
+  }
+  return at;
+}
+
+std::optional<std::chrono::nanoseconds> Progress::time_to_deadline() {
+  const auto at = deadline();
+  if (!at) return std::nullopt;
+  return std::max<std::chrono::nanoseconds>(*at - Clock::now(), std::chrono::nanoseconds(0));
+}
+
+void Progress::check_time(Clock::time_point now) {
+  const auto at = deadline();
+  if (!at || now < *at) return;
+  if (coordinator_) {
+    coordinator_->tick(now);
+    for (const std::string& report : coordinator_->take_reports()) logger_.warning(report);
+    lead(now);
+    return;
+  }
+  if (trouble_since_) return;
+  fail(std::make_shared<Error>(ErrorCode::kStalled,
+                               "rank 0, which coordinates the job, has not answered for more than " +
+                                   std::to_string(config_.stall_abort_seconds) +
+                                   " s (stopped, swapping or stuck?). Look at that process; FUSEWIRE_STALL_ABORT_TIME "
+                                   "sets how long to wait.",
+                               0));
+}
+
+}  // namespace fusewire
