@@ -45,7 +45,7 @@ class Endpoint {
   // departed peer is silently dropped; what it sent before it left can still be received.
   virtual void send(int peer, std::span<const std::byte> frame) = 0;
   virtual bool receive(int peer, std::vector<std::byte>& frame) = 0;  // false: nothing there
-  virtual bool has_incoming() const = 0;                              // cheap; also true when flush() can progress
+  virtual bool has_incoming() const = 0;  // any thread, cheap; true when flush() can progress
   virtual void flush() = 0;
 
   virtual Seat& seat() = 0;  // of this rank

@@ -159,6 +159,7 @@ bool FrameReceiver::receive(std::vector<std::byte>& frame, bool& sender_waits) {
   }
   if (!fault_.empty()) broken_.store(true, std::memory_order_relaxed);
   if (head_ == before) return whole;
+  consumed_.store(head_, std::memory_order_relaxed);
   ring_->head.exchange(head_, std::memory_order_seq_cst);
   if (ring_->wants_room.load(std::memory_order_seq_cst) != 0 && tail_ - head_ <= kRingBytes / 2) {
     ring_->wants_room.store(0, std::memory_order_seq_cst);

@@ -72,9 +72,10 @@ class FrameReceiver {
   // of an unfinished frame, so that has_incoming() is false afterwards.
   bool receive(std::vector<std::byte>& frame, bool& sender_waits);
 
-  // Any thread, see can_flush(). Nobody listens to a broken peer any more.
+  // Any thread, see can_flush(). Nobody listens to a broken peer any more. Compares with our own count, not with the
+  // shared one: a peer that overwrites that must not keep a driver looking for ever.
   bool has_incoming() const {
-    return ring_->tail.load(std::memory_order_seq_cst) != ring_->head.load(std::memory_order_relaxed) &&
+    return ring_->tail.load(std::memory_order_seq_cst) != consumed_.load(std::memory_order_relaxed) &&
            !broken_.load(std::memory_order_relaxed);
   }
   const Fault& fault() const { return fault_; }
@@ -92,7 +93,8 @@ class FrameReceiver {
   uint32_t length_ = 0;
   std::vector<std::byte> partial_;
   Fault fault_;
-  std::atomic<bool> broken_{false};  // fault_ is set
+  std::atomic<uint64_t> consumed_{0};  // head_ as of the last receive()
+  std::atomic<bool> broken_{false};    // fault_ is set
 };
 
 }  // namespace fusewire

@@ -138,6 +138,13 @@ TEST_F(Ring, AFrameThatEndsInTheMiddleIsWaitedForWithoutSpinning) {
   EXPECT_EQ(frame_.size(), 100u);
 }
 
+TEST_F(Ring, AHeadThatThePeerOverwritesKeepsNobodyLooking) {
+  ASSERT_TRUE(sender_.send(text_frame("abc")));
+  ASSERT_TRUE(receive());
+  ring_->head.store(12345);
+  EXPECT_FALSE(receiver_.has_incoming());
+}
+
 TEST_F(Ring, AReaderThatClaimsToHaveReadMoreThanWasSent) {
   const auto frame = make_frame(kRingBytes - 4, 1);
   ASSERT_TRUE(sender_.send(frame));
