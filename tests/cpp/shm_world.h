@@ -72,6 +72,7 @@ inline std::string run_threads(int size, ShmOptions options, const RankBody& bod
       const auto backend = make_shm_backend(region.data(), mine);
       try {
         faults[static_cast<size_t>(rank)] = body(rank, *backend);
+        if (!faults[static_cast<size_t>(rank)].empty()) backend->abort();  // the others need not wait for this rank
       } catch (const std::exception& error) {
         faults[static_cast<size_t>(rank)] = std::string("threw ") + error.what();
         backend->abort();
@@ -97,6 +98,7 @@ inline std::string run_processes(int size, ShmOptions options, const RankBody& b
       std::string fault;
       try {
         fault = body(rank, *backend);
+        if (!fault.empty()) backend->abort();
       } catch (const std::exception& error) {
         fault = std::string("threw ") + error.what();
         backend->abort();
