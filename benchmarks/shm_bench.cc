@@ -1,10 +1,11 @@
 // What the shared-memory data plane alone costs: no engine, no torch, ranks as forked processes.
 //
-//   shm_bench [-n RANKS] [-t SECONDS_PER_ROW] [--spin US] [--chunk BYTES] [--out-of-place] [ROW...]
+//   shm_bench [-n RANKS] [-t SECONDS_PER_ROW] [--spin US] [--chunk BYTES] [--out-of-place] [--pin] [ROW...]
 //
 // Rows are named like the table's first column; without any, all run. A time is that of the slowest rank in one
 // iteration; "min" and "median" are over iterations. memcpy is glibc's, by all ranks at once, of as many bytes, with
 // the destination touched before. It runs interleaved with the collective, so both see the same neighbours.
+#include <sched.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -102,6 +103,7 @@ struct Settings {
   long spin_us = -1;
   int64_t chunk = 0;
   bool out_of_place = false;
+  bool pin = false;  // rank r to core r, for numbers taken while the machine has other work
   std::vector<std::string> rows;
 };
 
@@ -113,12 +115,14 @@ struct Board {
   std::atomic<uint32_t> stop{0};
 };
 
-// Starts the ranks of an iteration together. It spins politely; it is outside of what is measured.
+// Starts the ranks of an iteration together; it is outside of what is measured. It spins only briefly, for a rank that
+// has used up its time slice here would be descheduled in the middle of what follows.
 void rendezvous(Board& board, int ranks, uint32_t& round) {
   ++round;
   board.arrived.fetch_add(1);
-  while (board.arrived.load() < round * static_cast<uint32_t>(ranks)) {
-    if (ranks > static_cast<int>(std::thread::hardware_concurrency())) std::this_thread::yield();
+  const bool crowded = ranks > static_cast<int>(std::thread::hardware_concurrency());
+  for (int looks = 0; board.arrived.load() < round * static_cast<uint32_t>(ranks); ++looks) {
+    if (crowded || looks > 1000) std::this_thread::yield();
   }
 }
 
@@ -188,6 +192,13 @@ std::byte* map_shared(size_t bytes) {
   return static_cast<std::byte*>(memory);
 }
 
+void pin_to(size_t core) {
+  cpu_set_t set;
+  CPU_ZERO(&set);
+  CPU_SET(core, &set);
+  if (sched_setaffinity(0, sizeof(set), &set) != 0) std::perror("sched_setaffinity");
+}
+
 void measure(const Settings& settings, const Row& row) {
   const auto ranks = static_cast<size_t>(settings.ranks);
   const size_t region_bytes = shm_region_bytes(settings.ranks);
@@ -198,6 +209,7 @@ void measure(const Settings& settings, const Row& row) {
   std::fflush(stdout);
   for (size_t rank = 0; rank < ranks; ++rank) {
     if (fork() != 0) continue;
+    if (settings.pin) pin_to(rank % std::thread::hardware_concurrency());
     Rank(settings, row, static_cast<int>(rank), region, board, times + rank * kMaxIterations).run();
     _exit(0);
   }
@@ -239,6 +251,8 @@ Settings parse(int argc, char** argv) {
       settings.chunk = std::atol(value());
     } else if (word == "--out-of-place") {
       settings.out_of_place = true;
+    } else if (word == "--pin") {
+      settings.pin = true;
     } else {
       settings.rows.push_back(word);
     }

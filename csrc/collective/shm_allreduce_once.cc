@@ -9,19 +9,19 @@ void shm_allreduce_once(ShmContext& context, const ShmReduction& reduction) {
   const int64_t chunk = ++context.chunk;
   const int64_t elements = cursor.elements();
 
-  context.waiter.wait_all(ShmStage::kReduced, chunk - kShmBuffers);  // Note [Slot reuse]
-  cursor.gather(0, elements, context.region.input_slot(context.rank, chunk));
+  context.waiter.wait_all(ShmStage::kCopied, chunk - kShmBuffers);  // Note [Slot reuse]
+  cursor.gather(0, elements, context.region.slot(context.rank, chunk));
   context.waiter.publish(ShmStage::kPacked, chunk);
 
   for (int rank = 0; rank < context.size(); ++rank) {
-    context.bases[static_cast<size_t>(rank)] = context.region.input_slot(rank, chunk);
+    context.bases[static_cast<size_t>(rank)] = context.region.slot(rank, chunk);
   }
   context.scratch.resize(static_cast<size_t>(elements) * cursor.wire_bytes());
   context.waiter.wait_all(ShmStage::kPacked, chunk);
   shm_reduce_home(context, reduction, 0, elements, context.scratch.data(), false);
 
-  context.waiter.note(ShmStage::kCopied, chunk);  // there are no result slots to read
-  context.waiter.publish(ShmStage::kReduced, chunk);
+  context.waiter.note(ShmStage::kReduced, chunk);
+  context.waiter.publish(ShmStage::kCopied, chunk);
 }
 
 }  // namespace fusewire

@@ -10,8 +10,8 @@ namespace {
 
 // Note [Pipeline]
 // In step i a rank packs chunk i, reduces its slice of chunk i-1 and copies home the slices of chunk i-2. So it always
-// has done one more thing than its peers wait for, and waits itself only when a peer is a whole step behind. Three
-// slots are enough for that: chunk i's slot was chunk i-3's, which all peers have left in the step before.
+// has done one more thing than its peers wait for, and waits itself only when a peer is a whole step behind. With four
+// slots that holds for packing too: chunk i's slot was chunk i-4's, which a peer has left two steps ago.
 class Pipeline {
  public:
   Pipeline(ShmContext& context, const ShmReduction& reduction, size_t chunk_bytes)
@@ -53,8 +53,8 @@ class Pipeline {
 
   void pack(int64_t index) {
     const int64_t number = first_ + index;
-    context_.waiter.wait_all(ShmStage::kReduced, number - kShmBuffers);  // Note [Slot reuse]
-    std::byte* slot = context_.region.input_slot(context_.rank, number);
+    context_.waiter.wait_all(ShmStage::kCopied, number - kShmBuffers);  // Note [Slot reuse]
+    std::byte* slot = context_.region.slot(context_.rank, number);
     const auto [begin, end] = chunk_span(index);
     const auto [own_begin, own_end] = slice(index, context_.rank);
     cursor_.gather(begin, own_begin, slot);
@@ -68,12 +68,11 @@ class Pipeline {
     const auto [begin, end] = slice(index, context_.rank);
     const size_t offset = bytes(begin - chunk_span(index).begin);
     for (int rank = 0; rank < context_.size(); ++rank) {
-      context_.bases[static_cast<size_t>(rank)] = context_.region.input_slot(rank, number) + offset;
+      context_.bases[static_cast<size_t>(rank)] = context_.region.slot(rank, number) + offset;
     }
-    context_.waiter.wait_all(ShmStage::kCopied, number - kShmBuffers);  // Note [Slot reuse]
     context_.waiter.wait_all(ShmStage::kPacked, number);
-    shm_reduce_home(context_, reduction_, begin, end, context_.region.result_slot(context_.rank, number),
-                    context_.size() > 1);
+    std::byte* results = context_.region.slot(context_.region.result_home(context_.rank), number) + offset;
+    shm_reduce_home(context_, reduction_, begin, end, results, context_.size() > 1);
     context_.waiter.publish(ShmStage::kReduced, number);
   }
 
@@ -85,7 +84,8 @@ class Pipeline {
       const int peer = (context_.rank + step) % context_.size();
       context_.waiter.wait_for(peer, ShmStage::kReduced, number);
       const auto [begin, end] = slice(index, peer);
-      cursor_.scatter(context_.region.result_slot(peer, number), begin, end);
+      const std::byte* slot = context_.region.slot(context_.region.result_home(peer), number);
+      cursor_.scatter(slot + bytes(begin - chunk_span(index).begin), begin, end);
     }
     context_.waiter.publish(ShmStage::kCopied, number);
   }

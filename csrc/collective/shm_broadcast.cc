@@ -1,4 +1,4 @@
-// The root packs a chunk into its input slot, everybody else copies it home; three chunks are in flight.
+// The root packs a chunk into its slot, everybody else copies it home; up to four chunks are in flight.
 #include <algorithm>
 
 #include "collective/shm_context.h"
@@ -11,9 +11,9 @@ void shm_broadcast(ShmContext& context, int root, size_t chunk_bytes) {
   for (int64_t begin = 0; begin < cursor.elements(); begin += step) {
     const int64_t end = std::min(begin + step, cursor.elements());
     const int64_t chunk = ++context.chunk;
-    std::byte* slot = context.region.input_slot(root, chunk);
+    std::byte* slot = context.region.slot(root, chunk);
     if (context.rank == root) {
-      context.waiter.wait_all(ShmStage::kReduced, chunk - kShmBuffers);  // Note [Slot reuse]
+      context.waiter.wait_all(ShmStage::kCopied, chunk - kShmBuffers);  // Note [Slot reuse]
       cursor.gather(begin, end, slot);
       context.waiter.note(ShmStage::kReduced, chunk);
       context.waiter.note(ShmStage::kCopied, chunk);
@@ -23,8 +23,8 @@ void shm_broadcast(ShmContext& context, int root, size_t chunk_bytes) {
       context.waiter.wait_for(root, ShmStage::kPacked, chunk);
       cursor.scatter(slot, begin, end);
       context.waiter.note(ShmStage::kPacked, chunk);
-      context.waiter.note(ShmStage::kCopied, chunk);
-      context.waiter.publish(ShmStage::kReduced, chunk);
+      context.waiter.note(ShmStage::kReduced, chunk);
+      context.waiter.publish(ShmStage::kCopied, chunk);
     }
   }
 }

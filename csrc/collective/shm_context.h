@@ -13,13 +13,11 @@
 namespace fusewire {
 
 // Note [Slot reuse]
-// Chunk k uses slot k % kShmBuffers, whatever the algorithm. A rank rewrites a slot only after every other rank has
-// PUBLISHED that it no longer reads the chunk that was there before:
-//   input slots   wait_all(kReduced, k - kShmBuffers) before packing k
-//   result slots  wait_all(kCopied, k - kShmBuffers) before reducing into k
-// It is never concluded from anything else, such as a peer's work on a later chunk: a rank that a fast algorithm lets
-// go early may still be reading when the next bucket, of another algorithm, starts. So every algorithm must publish all
-// three stages of each chunk number it uses, those it has no use for as well.
+// Chunk k uses slot k % kShmBuffers, whatever the algorithm. A rank packs into its slot only after every other rank has
+// PUBLISHED that it is through with the chunk that was there before: wait_all(kCopied, k - kShmBuffers). It is never
+// concluded from anything else, such as a peer's work on a later chunk: a rank that a fast algorithm lets go early may
+// still be reading when the next bucket, of another algorithm, starts. So every algorithm must publish all stages of
+// each chunk number it uses, those it has no use for as well.
 struct ShmContext {
   ShmRegion region;
   int rank;
@@ -40,7 +38,7 @@ struct ShmReduction {
   Scale scale;
 };
 
-// Everybody packs all it has, waits once, and reduces everything itself. The whole bucket must fit one input slot.
+// Everybody packs all it has, waits once, and reduces everything itself. The whole bucket must fit one slot.
 void shm_allreduce_once(ShmContext& context, const ShmReduction& reduction);
 
 // Chunk by chunk, each rank reduces the slice it owns and collects the others' slices, in a pipeline of three stages.

@@ -8,9 +8,10 @@
 
 namespace fusewire {
 
-// context.bases[r] is rank r's contribution to element `begin` and what follows, in its input slot; this rank's own one
+// context.bases[r] is rank r's contribution to element `begin` and what follows, in its slot; this rank's own one
 // has been gathered at least where the cursor says !in_place(). Results go to the outputs. They also go to `results`
 // (element `begin` first): all of them if `publish_results`, else `results` is only scratch memory of that size.
+// `results` may be one of the bases.
 void shm_reduce_home(ShmContext& context, const ShmReduction& reduction, int64_t begin, int64_t end, std::byte* results,
                      bool publish_results);
 

@@ -10,19 +10,15 @@ constexpr size_t kSliceAlignment = 64;
 
 constexpr size_t align_up(size_t value, size_t alignment) { return (value + alignment - 1) / alignment * alignment; }
 
-size_t result_bytes(int size) {
-  return align_up(kShmMaxChunk / static_cast<size_t>(size) + 2 * kSliceAlignment, kPage);
-}
-
 size_t slots_offset(int size) {
   return align_up(sizeof(ShmHeader) + static_cast<size_t>(size) * (sizeof(ShmProgress) + sizeof(ShmSleeper)), kPage);
 }
 
-size_t rank_slots_bytes(int size) { return kShmBuffers * (kShmMaxChunk + result_bytes(size)); }
+constexpr size_t kRankSlots = static_cast<size_t>(kShmBuffers) * kShmMaxChunk;
 
 }  // namespace
 
-size_t ShmRegion::bytes(int size) { return slots_offset(size) + static_cast<size_t>(size) * rank_slots_bytes(size); }
+size_t ShmRegion::bytes(int size) { return slots_offset(size) + static_cast<size_t>(size) * kRankSlots; }
 
 int64_t ShmRegion::slice_elements(int64_t count, int size, size_t element_bytes) {
   const size_t share = static_cast<size_t>((count + size - 1) / size);
@@ -38,14 +34,9 @@ ShmSleeper& ShmRegion::sleeper(int rank) const {
                                        static_cast<size_t>(size_) * sizeof(ShmProgress))[rank];
 }
 
-std::byte* ShmRegion::input_slot(int rank, int64_t chunk) const {
-  return base_ + slots_offset(size_) + static_cast<size_t>(rank) * rank_slots_bytes(size_) +
+std::byte* ShmRegion::slot(int rank, int64_t chunk) const {
+  return base_ + slots_offset(size_) + static_cast<size_t>(rank) * kRankSlots +
          static_cast<size_t>(chunk % kShmBuffers) * kShmMaxChunk;
-}
-
-std::byte* ShmRegion::result_slot(int rank, int64_t chunk) const {
-  return base_ + slots_offset(size_) + static_cast<size_t>(rank) * rank_slots_bytes(size_) +
-         kShmBuffers * kShmMaxChunk + static_cast<size_t>(chunk % kShmBuffers) * result_bytes(size_);
 }
 
 size_t shm_region_bytes(int size) { return ShmRegion::bytes(size); }

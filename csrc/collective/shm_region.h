@@ -2,7 +2,7 @@
 //
 //   header      the abort word, and how many ranks sleep
 //   per rank    a progress line (written by its rank, read by all) and a sleep line
-//   per rank    kBuffers input slots and kBuffers result slots
+//   per rank    kShmBuffers slots of kShmMaxChunk bytes
 #pragma once
 
 #include <atomic>
@@ -14,18 +14,19 @@ namespace fusewire {
 // Two cache lines: the prefetcher of x86 fetches neighbours in pairs.
 inline constexpr size_t kShmLine = 128;
 
-// Three slots let a rank pack one chunk, reduce the one before and copy home the one before that.
-inline constexpr int64_t kShmBuffers = 3;
+// Three chunks are in work at a time (shm_allreduce_sliced.cc, Note [Pipeline]); one more slot, so that a rank may pack
+// the next chunk while a slower one still copies the oldest.
+inline constexpr int64_t kShmBuffers = 4;
 
-// The largest chunk, so the size of an input slot. Result slots hold one rank's slice of it.
+// The largest chunk, so the size of a slot.
 inline constexpr size_t kShmMaxChunk = 1 << 20;
 
 // What a rank has done with a chunk. Chunks are numbered from 1 over the life of the set, by all ranks alike, whatever
 // the algorithm; a rank publishes for each stage the number of the last chunk that has passed it.
 enum class ShmStage : uint32_t {
-  kPacked,   // its input slot holds the chunk
-  kReduced,  // it has finished reading all input slots, and its result slot holds its slice
-  kCopied,   // it has finished reading all result slots
+  kPacked,   // its slot holds its contributions
+  kReduced,  // it has finished reading contributions, and the result of its slice is where result_home() says
+  kCopied,   // it has finished reading results: it does not look at any slot of this chunk again
   kJoined,   // 1 once its settings (below) are there; not a stage of chunks
 };
 inline constexpr int kShmStages = 4;
@@ -63,8 +64,14 @@ class ShmRegion {
   ShmHeader& header() const { return *reinterpret_cast<ShmHeader*>(base_); }
   ShmProgress& progress(int rank) const;
   ShmSleeper& sleeper(int rank) const;
-  std::byte* input_slot(int rank, int64_t chunk) const;
-  std::byte* result_slot(int rank, int64_t chunk) const;
+  std::byte* slot(int rank, int64_t chunk) const;
+
+  // Note [Results in place]
+  // The result of rank r's slice overwrites the contributions of one of r's neighbours to that slice. Between two cores
+  // a cache line that one writes, the other reads and writes, and the first reads and writes again moves once per
+  // step; results in lines of their own would need a second line per element, taken away from its last reader first.
+  // (Measured here with two ranks: contributions packed at 42 instead of 20 GB/s, reduced at 13 instead of 9.)
+  int result_home(int rank) const { return (rank + 1) % size_; }
 
  private:
   std::byte* base_;
