@@ -1,0 +1,118 @@
+"""What one rank holds for the case that is being measured: buffers or models, and a callable per contender."""
+
+from __future__ import annotations
+
+import copy
+import ctypes
+import hashlib
+import importlib
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .cases import NO_COMMUNICATION, Case, Contender
+from .models import make_task
+from .peers import Buffers, Peer, Step
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """``error`` is '' or a sentence; ``fingerprint`` must be the same on all ranks."""
+
+    error: str = ""
+    fingerprint: str = ""
+
+
+class Workload(Protocol):
+    def step(self, contender: Contender) -> Step:
+        """A callable that does one iteration."""
+
+    def prepare(self, contender: Contender) -> None:
+        """Untimed work before a batch."""
+
+    def check(self, contender: Contender) -> CheckResult:
+        """Do the contender's work once or twice on known input and judge the result."""
+
+
+class Reduction(Workload):
+    """Allreduce (sum) of one tensor or a list, in place."""
+
+    def __init__(self, case: Case, peers: dict[str, Peer], rank: int, size: int) -> None:
+        self.buffers = Buffers(case)
+        self.rank, self.size = rank, size
+        self.steps = {c: peers[c.peer].step(c.variant, self.buffers) for c in case.contenders if c.peer in peers}
+
+    def step(self, contender: Contender) -> Step:
+        return self.steps[contender]
+
+    def prepare(self, contender: Contender) -> None:
+        self.buffers.reset()
+
+    def check(self, contender: Contender) -> CheckResult:
+        step = self.steps[contender]
+        if contender.peer == "memcpy":
+            step()
+            first, last = self.buffers.source.view(-1)[[0, -1]], self.buffers.flat[[0, -1]]
+            return CheckResult("" if torch.equal(first, last) else "memcpy did not copy")
+        self.buffers.fill_pattern(self.rank)
+        step()
+        return CheckResult(self.buffers.check_pattern(self.size))
+
+
+class Training(Workload):
+    """Forward, backward and SGD step on this rank's own batch, on one copy of the model per contender."""
+
+    def __init__(self, case: Case, peers: dict[str, Peer], rank: int, size: int) -> None:
+        self.task = make_task(case.model, rank)
+        self.models: dict[Contender, torch.nn.Module] = {}
+        self.steps: dict[Contender, Step] = {}
+        for contender in case.contenders:
+            if contender.peer in peers or contender.peer == NO_COMMUNICATION:
+                self._add(contender)
+
+    def _add(self, contender: Contender) -> None:
+        model = copy.deepcopy(self.task.model)
+        optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+        forward: torch.nn.Module = model
+        if contender.peer == "ddp":
+            forward = torch.nn.parallel.DistributedDataParallel(model)
+        elif contender.peer == "fusewire":
+            fw = importlib.import_module("fusewire")
+            fw.broadcast_parameters(model.state_dict(), root_rank=0)
+            optimizer = fw.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+
+        def step() -> None:
+            optimizer.zero_grad()
+            self.task.loss(forward).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+        self.models[contender], self.steps[contender] = model, step
+
+    def step(self, contender: Contender) -> Step:
+        return self.steps[contender]
+
+    def prepare(self, contender: Contender) -> None:
+        pass
+
+    def check(self, contender: Contender) -> CheckResult:
+        """Two steps; then all ranks must hold the same weights, and fusewire those that DDP holds."""
+        for _ in range(2):
+            self.steps[contender]()
+        if contender.peer == NO_COMMUNICATION:
+            return CheckResult()
+        weights = self._weights(contender)
+        fingerprint = hashlib.sha256(ctypes.string_at(weights.data_ptr(), weights.nbytes)).hexdigest()
+        other = next((c for c in self.models if c.peer == "ddp" and c != contender), None)
+        if other is not None and not torch.allclose(weights, self._weights(other), rtol=1e-4, atol=1e-6):
+            worst = float((weights - self._weights(other)).abs().max())
+            return CheckResult(f"weights differ from DDP's by up to {worst:.3g} after two steps", fingerprint)
+        return CheckResult("", fingerprint)
+
+    def _weights(self, contender: Contender) -> torch.Tensor:
+        return torch.cat([p.detach().flatten() for p in self.models[contender].parameters()])
+
+
+def make_workload(case: Case, peers: dict[str, Peer], rank: int, size: int) -> Workload:
+    kind = Training if case.section == "training" else Reduction
+    return kind(case, peers, rank, size)
