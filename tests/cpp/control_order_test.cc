@@ -13,7 +13,7 @@ using Names = std::vector<std::string>;
 TEST(ControlOrder, AnyOrderOnFourRanksOverFiftyRounds) {
   Simulation job(4, Config{}, 7);
   std::vector<UnitSpec> units;
-  for (int i = 0; i < 100; ++i) units.push_back(make_unit("t" + std::to_string(i), {i + 1}));
+  for (int i = 0; i < 100; ++i) units.push_back(make_unit(numbered("t", i), {i + 1}));
   for (int round = 0; round < 50; ++round) {
     std::vector<Names> left(4);
     for (Names& names : left) {
@@ -117,7 +117,7 @@ TEST(ControlOrder, FourThousandRanks) {
   for (int round = 0; round < 3; ++round) {
     std::shuffle(order.begin(), order.end(), job.random);
     for (const int rank : order) {
-      for (int i = 0; i < 5; ++i) job.submit(rank, make_unit("t" + std::to_string((i + rank) % 5)));
+      for (int i = 0; i < 5; ++i) job.submit(rank, make_unit(numbered("t", (i + rank) % 5)));
       job.send(rank);
       job.deliver_up(rank);
     }
