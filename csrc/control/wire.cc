@@ -153,14 +153,15 @@ class Reader {
     return std::bit_cast<double>(bits);
   }
   std::string text() {
-    const size_t size = number(left());
+    const size_t size = number();
+    if (size > left()) malformed("it ends too early");
     const auto* data = reinterpret_cast<const char*>(next_);
     next_ += size;
     return {data, size};
   }
   std::vector<bool> bits() {
-    const uint64_t count = number(left() * uint64_t{8});
-    if ((count + 7) / 8 > left()) malformed("it ends too early");
+    const uint64_t count = number();
+    if (count > left() * uint64_t{8}) malformed("it ends too early");
     std::vector<bool> value(count);
     uint8_t packed = 0;
     for (size_t i = 0; i < count; ++i) {
@@ -173,7 +174,8 @@ class Reader {
   template <typename ReadOne>
   auto list(ReadOne read_one) {
     std::vector<decltype(read_one())> values;
-    const size_t count = number(left());
+    const size_t count = number();
+    if (count > left()) malformed("it ends too early");
     values.reserve(count);
     for (size_t i = 0; i < count; ++i) values.push_back(read_one());
     return values;
