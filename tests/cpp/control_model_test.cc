@@ -212,10 +212,11 @@ class Model {
       const auto at = static_cast<size_t>(rank);
       if (found || key.second != failed.name || progress.submitted[at] == progress.finished[at]) continue;
       if (!progress.rounds.at(progress.finished[at]).mismatch) continue;
-      const std::string label = numbered("process set ", key.first);
-      const bool in_text = failed.message.find(label + ":") != std::string::npos ||
+      const bool in_global = failed.message.find(" in process set ") == std::string::npos;
+      const std::string label = numbered(" in process set ", key.first);
+      const bool in_this = failed.message.find(label + ":") != std::string::npos ||
                            failed.message.find(label + " (") != std::string::npos;
-      if (in_text != (key.first != 0)) continue;
+      if (key.first == 0 ? !in_global : !in_this) continue;
       ++progress.finished[at];
       found = true;
     }
