@@ -10,6 +10,7 @@
 // files use no function or template of the standard library.
 #pragma once
 
+#include <math.h>
 #include <stdint.h>
 
 #ifdef __CUDACC__
@@ -234,18 +235,11 @@ FUSEWIRE_HD inline T scale_integer(typename Traits<T>::Wide acc, double factor, 
 }
 
 // Note [Rescue]
-// A sum of finite fp64 (or bf16, whose range is that of its fp32 accumulator) values can overflow although the scaled
-// result is representable. Where the plain result is not finite but all sources are, the element alone is computed
-// again: terms 2^-32 of their size, exponents of the sum and of the factor kept apart until the end. It depends on
-// nothing but the element's sources, so chunking and vector width do not show.
-template <class T>
-FUSEWIRE_HD inline bool all_finite(const void* const* sources, int source_count, uint64_t index) {
-  for (int s = 0; s < source_count; ++s) {
-    if (!is_finite(to_double(load<T>(sources[s], index)))) return false;
-  }
-  return true;
-}
-
+// A sum of fp64 (or bf16, whose range is that of its fp32 accumulator) values can overflow although the scaled result
+// is representable, and an overflow can meet an inf of the other sign and become NaN. So where the plain result is not
+// finite, the element alone is computed again: terms 2^-32 of their size, exponents of the sum and of the factor kept
+// apart until the end, and rounding errors carried along, so that the mean of several largest values is the largest
+// value and not inf. It depends on nothing but the element's sources: chunking and vector width do not show.
 // x = result * 2^exponent with 0.5 <= |result| < 1; zero, inf and NaN keep exponent 0.
 FUSEWIRE_HD inline double split(double x, int* exponent) {
   *exponent = 0;
@@ -259,7 +253,8 @@ FUSEWIRE_HD inline double split(double x, int* exponent) {
   return bits_as<double>((bits & 0x800fffffffffffffu) | 0x3fe0000000000000u);
 }
 
-// x * 2^exponent for |x| < 1 in steps that neither overflow nor underflow before the last.
+// x * 2^exponent in steps that neither overflow nor underflow before the last, for any |x| < 1 and for any x if the
+// exponent is negative.
 FUSEWIRE_HD inline double join(double x, int exponent) {
   while (exponent > 1000) {
     x *= 0x1p1000;
@@ -276,11 +271,29 @@ template <class T>
 FUSEWIRE_HD inline T rescued_sum(const void* const* sources, int source_count, uint64_t index, double factor,
                                  int64_t divisor) {
   double sum = 0;
-  for (int s = 0; s < source_count; ++s) sum += to_double(load<T>(sources[s], index)) * 0x1p-32;
-  int sum_exponent;
+  double lost = 0;  // what the additions rounded away
+  for (int s = 0; s < source_count; ++s) {
+    const double x = to_double(load<T>(sources[s], index)) * 0x1p-32;
+    const double next = sum + x;
+    const double part = next - sum;
+    lost += (sum - (next - part)) + (x - part);
+    sum = next;
+  }
+  const double total = sum + lost;
+  lost -= total - sum;
+  sum = total;
+  if (!is_finite(sum)) return Convert<T>::from(sum * factor / static_cast<double>(divisor));  // a true inf or NaN
+  int exponent;
   int factor_exponent;
-  const double mantissa = split(sum, &sum_exponent) * split(factor, &factor_exponent) / static_cast<double>(divisor);
-  return Convert<T>::from(join(mantissa, sum_exponent + factor_exponent + 32));
+  const double high = split(sum, &exponent);
+  const double low = lost == 0 ? 0 : join(lost, -exponent);
+  const double scale = split(factor, &factor_exponent);
+  const double product = high * scale;
+  const double product_low = fma(high, scale, -product) + low * scale;
+  const double d = static_cast<double>(divisor);
+  const double quotient = product / d;
+  const double rest = fma(-quotient, d, product) + product_low;
+  return Convert<T>::from(join(quotient + rest / d, exponent + factor_exponent + 32));
 }
 
 // ---- one element of a whole reduction ----
@@ -295,7 +308,7 @@ FUSEWIRE_HD inline T reduce_floating(const void* const* sources, int source_coun
   }
   acc = scale_floating(acc, static_cast<Wide>(factor), static_cast<Wide>(divisor));
   if constexpr (kOp == Combine::kSum && Traits<T>::kRescue) {
-    if (!is_finite(acc) && all_finite<T>(sources, source_count, index)) {
+    if (!is_finite(acc)) {
       return rescued_sum<T>(sources, source_count, index, factor, divisor);
     }
   }

@@ -8,6 +8,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <type_traits>
 #include <vector>
 
 #include "kernels/kernels.h"
@@ -98,9 +99,9 @@ struct Gather {
   using Memory = const std::byte*;
   using Wire = std::byte*;
   static void contiguous(const Slot& slot, Memory tensor, Wire wire, int64_t n) { slot.put(tensor, wire, n); }
-  template <class Word>
+  template <class Words>
   static void move(Memory tensor, std::byte* row) {
-    std::memcpy(row, tensor, sizeof(Word));
+    std::memcpy(row, tensor, sizeof(Words));
   }
   static constexpr bool kGather = true;
 };
@@ -108,17 +109,12 @@ struct Scatter {
   using Memory = std::byte*;
   using Wire = const std::byte*;
   static void contiguous(const Slot& slot, Memory tensor, Wire wire, int64_t n) { slot.take(tensor, wire, n); }
-  template <class Word>
+  template <class Words>
   static void move(Memory tensor, const std::byte* row) {
-    std::memcpy(tensor, row, sizeof(Word));
+    std::memcpy(tensor, row, sizeof(Words));
   }
   static constexpr bool kGather = false;
 };
-
-// A tile is kTileRows x kTileColumns: wide enough for the copies and casts of its rows, and with rows enough to use up
-// the cache lines that its columns touch.
-constexpr int64_t kTileRows = 32;
-constexpr int64_t kTileColumns = 32;
 
 // A block of `rows` x `columns` logical elements; the slot holds them row by row. Words are elements.
 template <class Way, class Word>
@@ -137,53 +133,113 @@ class Block {
   }
 
  private:
-  static constexpr int64_t kDirectColumns = static_cast<int64_t>(64 / sizeof(Word));
+  static constexpr int64_t kSize = sizeof(Word);
+  static constexpr int64_t kDirectColumns = 64 / kSize;
+  // Tiles are square, and two cache lines wide so that lines are used up on both sides.
+  static constexpr int64_t kTile = std::max<int64_t>(16, 128 / kSize);
 
-  int64_t at(int64_t r, int64_t c) const {
-    return (r * row_.stride + c * column_.stride) * static_cast<int64_t>(sizeof(Word));
-  }
+  int64_t at(int64_t r, int64_t c) const { return (r * row_.stride + c * column_.stride) * kSize; }
   int64_t packed(int64_t elements) const { return elements * static_cast<int64_t>(slot_.wire_size); }
   bool transposed() const { return row_.stride < column_.stride; }
 
   // Elements of one row between the tensor and contiguous memory of the tensor's own type.
   template <class Row>
   void strided_row(typename Way::Memory tensor, Row row, int64_t n) const {
-    const int64_t step = column_.stride * static_cast<int64_t>(sizeof(Word));
-    for (int64_t c = 0; c < n; ++c) {
-      Way::template move<Word>(tensor + c * step, row + c * static_cast<int64_t>(sizeof(Word)));
-    }
+    const int64_t step = column_.stride * kSize;
+    for (int64_t c = 0; c < n; ++c) Way::template move<Word>(tensor + c * step, row + c * kSize);
   }
 
   void tiles(typename Way::Memory tensor, typename Way::Wire wire, int64_t rows, int64_t columns) const {
-    for (int64_t c = 0; c < columns; c += kTileColumns) {
-      const int64_t width = std::min(kTileColumns, columns - c);
-      for (int64_t r = 0; r < rows; r += kTileRows) {
-        tile(tensor + at(r, c), wire + packed(r * columns + c), std::min(kTileRows, rows - r), width, columns);
+    alignas(64) std::byte tile[kTile * kTile * kSize];
+    for (int64_t c = 0; c < columns; c += kTile) {
+      const int64_t width = std::min(kTile, columns - c);
+      for (int64_t r = 0; r < rows; r += kTile) {
+        const int64_t height = std::min(kTile, rows - r);
+        const bool more_rows = r + kTile < rows;
+        const auto next = tensor + (more_rows ? at(r + kTile, c) : at(0, c + kTile));
+        const int64_t next_width = more_rows ? width : std::min(kTile, columns - c - kTile);
+        const auto to_slot = [&](int64_t i) { return wire + packed((r + i) * columns + c); };
+        if constexpr (Way::kGather) {
+          sweep(tensor + at(r, c), tile, height, width, next, next_width);
+          for (int64_t i = 0; i < height; ++i) row(tile + i * kTile * kSize, to_slot(i), width);
+        } else {
+          for (int64_t i = 0; i < height; ++i) row(tile + i * kTile * kSize, to_slot(i), width);
+          sweep(tensor + at(r, c), tile, height, width, next, next_width);
+        }
       }
     }
   }
 
-  void tile(typename Way::Memory tensor, typename Way::Wire wire, int64_t height, int64_t width,
-            int64_t columns) const {
-    alignas(64) std::byte buffer[kTileRows * kTileColumns * sizeof(Word)];
-    const auto row = [&](int64_t r) { return buffer + r * width * static_cast<int64_t>(sizeof(Word)); };
-    const auto sweep = [&] {
-      if (!transposed()) {
-        for (int64_t r = 0; r < height; ++r) strided_row(tensor + at(r, 0), row(r), width);
-        return;
-      }
-      for (int64_t c = 0; c < width; ++c) {
-        for (int64_t r = 0; r < height; ++r) {
-          Way::template move<Word>(tensor + at(r, c), row(r) + c * static_cast<int64_t>(sizeof(Word)));
+  // One row of a tile, to or from the slot.
+  void row(std::byte* tile, typename Way::Wire wire, int64_t width) const {
+    if (width == kTile && !slot_.converts()) {
+      Way::template move<std::array<Word, kTile>>(tile, wire);
+    } else {
+      Way::contiguous(slot_, tile, wire, width);
+    }
+  }
+
+  // Between the tensor and a tile, whose rows are kTile words apart. In a transpose the walk follows the tensor's
+  // memory; its lines are far apart, in other pages, where no prefetcher follows: those of the next tile are called for
+  // meanwhile.
+  void sweep(typename Way::Memory tensor, std::byte* tile, int64_t height, int64_t width, typename Way::Memory next,
+             int64_t next_width) const {
+    if (!transposed()) {
+      for (int64_t r = 0; r < height; ++r) strided_row(tensor + at(r, 0), tile + r * kTile * kSize, width);
+      return;
+    }
+    int64_t c = 0;
+    if constexpr (kLanes > 1) {
+      if (row_.stride == 1) {
+        for (; c + kLanes <= width; c += kLanes) {
+          for (int64_t ahead = c; ahead < std::min(c + kLanes, next_width); ++ahead) prefetch(next + at(0, ahead));
+          int64_t r = 0;
+          for (; r + kLanes <= height; r += kLanes) square(tensor + at(r, c), tile + (r * kTile + c) * kSize);
+          for (; r < height; ++r) strided_row(tensor + at(r, c), tile + (r * kTile + c) * kSize, kLanes);
         }
       }
-    };
-    if constexpr (Way::kGather) {
-      sweep();
-      for (int64_t r = 0; r < height; ++r) slot_.put(row(r), wire + packed(r * columns), width);
-    } else {
-      for (int64_t r = 0; r < height; ++r) slot_.take(row(r), wire + packed(r * columns), width);
-      sweep();
+    }
+    for (; c < width; ++c) {
+      if (c < next_width) prefetch(next + at(0, c));
+      for (int64_t r = 0; r < height; ++r) Way::template move<Word>(tensor + at(r, c), tile + (r * kTile + c) * kSize);
+    }
+  }
+
+  static void prefetch(typename Way::Memory line) {
+    __builtin_prefetch(line, Way::kGather ? 0 : 1);
+    __builtin_prefetch(line + 64, Way::kGather ? 0 : 1);
+  }
+
+  // kLanes x kLanes elements through registers: kLanes columns of the tensor are rows of the tile turned over. Each
+  // round interleaves the first half of the vectors with the second; after log2(kLanes) rounds row and column numbers
+  // have changed places.
+  static constexpr int kLanes = kSize < 16 ? static_cast<int>(16 / kSize) : 1;
+  void square(typename Way::Memory tensor, std::byte* tile) const {
+    using Lane = std::conditional_t<kLanes == 1, uint64_t, Word>;  // vectors of 16-byte words do not exist
+    typedef Lane Vector __attribute__((vector_size(kLanes * sizeof(Lane))));
+    Vector a[kLanes];
+    Vector b[kLanes];
+    for (int i = 0; i < kLanes; ++i)
+      std::memcpy(&a[i], Way::kGather ? tensor + at(0, i) : tile + i * kTile * kSize, 16);
+    Vector low;
+    Vector high;
+    for (int i = 0; i < kLanes; ++i) {
+      low[i] = static_cast<Lane>(i / 2 + (i % 2 == 0 ? 0 : kLanes));
+      high[i] = static_cast<Lane>(low[i] + kLanes / 2);
+    }
+    for (int round = 1; round < kLanes; round *= 2) {
+      for (int i = 0; i < kLanes / 2; ++i) {
+        b[2 * i] = __builtin_shuffle(a[i], a[i + kLanes / 2], low);
+        b[2 * i + 1] = __builtin_shuffle(a[i], a[i + kLanes / 2], high);
+      }
+      for (int i = 0; i < kLanes; ++i) a[i] = b[i];
+    }
+    for (int i = 0; i < kLanes; ++i) {
+      if constexpr (Way::kGather) {
+        std::memcpy(tile + i * kTile * kSize, &a[i], 16);
+      } else {
+        std::memcpy(tensor + at(0, i), &a[i], 16);
+      }
     }
   }
 
