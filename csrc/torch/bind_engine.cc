@@ -1,0 +1,129 @@
+// Engine, its endpoints and its life cycle for Python.
+#include <torch/csrc/utils/pybind.h>
+
+#include <chrono>
+#include <cmath>
+#include <map>
+
+#include "torch/py_engine.h"
+#include "torch/python_errors.h"
+
+namespace fusewire::binding {
+namespace {
+
+using Knobs = std::map<std::string, std::string>;
+using NoGil = py::call_guard<py::gil_scoped_release>;
+
+// The environment first, init()'s keywords over it.
+Config make_config(const Knobs& knobs) {
+  Config config = Config::from_environment();
+  for (const auto& [keyword, value] : knobs) config.set(keyword, value);
+  return config;
+}
+
+std::chrono::milliseconds milliseconds(double seconds) {
+  return std::chrono::milliseconds(std::llround(seconds * 1000));
+}
+
+std::vector<PyEnginePtr> make_in_process_engines(int size, const Knobs& knobs) {
+  const Config config = make_config(knobs);
+  std::vector<PyEnginePtr> engines;
+  for (auto& endpoint : make_in_process_fabric(size)) {
+    engines.push_back(std::make_shared<PyEngine>(std::move(endpoint), config));
+  }
+  return engines;
+}
+
+PyEnginePtr accept_all(UnixListener& listener, double timeout, const Knobs& knobs) {
+  const Config config = make_config(knobs);
+  return std::make_shared<PyEngine>(listener.accept_all(milliseconds(timeout)), config);
+}
+
+PyEnginePtr connect(const std::string& address, int rank, int size, const std::string& secret, double timeout,
+                    const Knobs& knobs) {
+  const Config config = make_config(knobs);
+  return std::make_shared<PyEngine>(connect_unix(address, rank, size, secret, milliseconds(timeout)), config);
+}
+
+py::dict stats_of(PyEngine& engine) {
+  const EngineStats stats = engine.get().stats();
+  py::dict result;
+  result["units"] = stats.units;
+  result["buckets"] = stats.buckets;
+  result["bytes"] = stats.bytes;
+  return result;
+}
+
+void raise_failure(PyEngine& engine) {
+  if (const auto error = engine.get().failure()) throw *error;
+}
+
+}  // namespace
+
+PyEngine::~PyEngine() {
+  py::gil_scoped_release no_gil;
+  engine_.reset();
+}
+
+std::string PyEngine::unnamed(std::string_view kind, uint32_t process_set) {
+  std::string name(kind);
+  name += ".noname.";
+  uint64_t& counter = counters_[process_set == 0 ? name : name + std::to_string(process_set) + "."];
+  return name + std::to_string(counter++);
+}
+
+PyEnginePtr& default_engine() {
+  // Never destroyed: the interpreter may be gone by then.
+  static auto& engine = *new PyEnginePtr;
+  return engine;
+}
+
+const PyEnginePtr& engine_of(PyObject* argument, PyEnginePtr& holder) {
+  if (argument == Py_None) {
+    const PyEnginePtr& engine = default_engine();
+    if (!engine) {
+      throw Error(ErrorCode::kNotInitialized, "Fusewire is not running in this process; call fusewire.init() first");
+    }
+    return engine;
+  }
+  return holder = py::cast<PyEnginePtr>(py::handle(argument));
+}
+
+void register_engine(py::module_& module) {
+  py::class_<PyEngine, PyEnginePtr>(
+      module, "Engine",
+      "One rank's engine. fusewire.init() makes the default one; tests make several as threads of one process.")
+      .def_property_readonly("rank", [](PyEngine& engine) { return engine.get().rank(); })
+      .def_property_readonly("size", [](PyEngine& engine) { return engine.get().size(); })
+      .def(
+          "shutdown", [](PyEngine& engine, bool clean, const std::string& why) { engine.get().shutdown(clean, why); },
+          py::arg("clean") = true, py::arg("reason") = "shutdown() was called", NoGil(),
+          "Leaves the job: pending operations fail with ShutdownError, peers are told the reason. Idempotent.")
+      .def("raise_failure", raise_failure, "Raises the error that has failed the engine for good, if any.")
+      .def(
+          "members", [](PyEngine& engine, uint32_t set) { return engine.get().members(set); }, py::arg("process_set"),
+          "Global ranks of a process set, sorted. Raises ValueError when there is no such set.")
+      .def("stats", stats_of, "Units completed, buckets run here, and the bytes of those buckets.")
+      .def_property_readonly("pending", [](PyEngine& engine) { return engine.get().pending(); })
+      .def("abandon_after_fork", [](PyEngine& engine) { engine.get().abandon_after_fork(); });
+
+  py::class_<UnixListener>(module, "UnixListener", "Where rank 0 waits for the other ranks of its host.")
+      .def_property_readonly("address", &UnixListener::address)
+      .def("accept_all", accept_all, py::arg("timeout"), py::arg("knobs") = Knobs{}, NoGil(),
+           "Waits `timeout` seconds for all ranks; returns rank 0's Engine. Raises PeerLostError naming who is "
+           "missing.");
+
+  module.def("make_in_process_engines", make_in_process_engines, py::arg("size"), py::arg("knobs") = Knobs{}, NoGil(),
+             "`size` engines, ranks as threads of this process.");
+  module.def("listen_unix", listen_unix, py::arg("size"), py::arg("secret"), NoGil());
+  module.def("connect_unix", connect, py::arg("address"), py::arg("rank"), py::arg("size"), py::arg("secret"),
+             py::arg("timeout"), py::arg("knobs") = Knobs{}, NoGil(),
+             "Joins the listener at `address` within `timeout` seconds; returns this rank's Engine.");
+  module.def(
+      "check_config", [](const Knobs& knobs) { make_config(knobs); }, py::arg("knobs"), NoGil(),
+      "Raises ValueError for a bad environment variable or keyword.");
+  module.def("set_default_engine", [](PyEnginePtr engine) { std::swap(default_engine(), engine); });
+  module.def("get_default_engine", [] { return default_engine(); });
+}
+
+}  // namespace fusewire::binding

@@ -1,0 +1,36 @@
+// The extension module fusewire._core: calls one register function per part.
+#include <torch/csrc/utils/pybind.h>
+
+#include "common/types.h"
+#include "torch/bind_ops.h"
+#include "torch/handle_object.h"
+#include "torch/py_engine.h"
+#include "torch/python_errors.h"
+
+namespace fusewire::binding {
+namespace {
+
+// The numbers that Python passes for operators and wire types.
+void register_codes(py::module_& module) {
+  const auto op = [&](const char* name, ReduceOp code) { module.attr(name) = static_cast<int>(code); };
+  op("SUM", ReduceOp::kSum);
+  op("AVERAGE", ReduceOp::kAverage);
+  op("MIN", ReduceOp::kMin);
+  op("MAX", ReduceOp::kMax);
+  op("PRODUCT", ReduceOp::kProduct);
+  module.attr("FLOAT16") = static_cast<int>(DataType::kFloat16);
+  module.attr("BFLOAT16") = static_cast<int>(DataType::kBFloat16);
+}
+
+}  // namespace
+}  // namespace fusewire::binding
+
+PYBIND11_MODULE(_core, module) {
+  using namespace fusewire::binding;
+  module.doc() = "The C++ part of Fusewire. Use the functions of the package fusewire instead.";
+  register_errors(module);
+  register_codes(module);
+  register_engine(module);
+  register_handle(module);
+  register_ops(module);
+}

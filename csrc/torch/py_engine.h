@@ -1,0 +1,43 @@
+// An Engine as Python holds it, and the process's default one.
+#pragma once
+
+#include <torch/csrc/utils/pybind.h>
+
+#include <array>
+#include <memory>
+#include <string>
+#include <string_view>
+#include <unordered_map>
+
+#include "engine/engine.h"
+
+namespace fusewire::binding {
+
+class PyEngine {
+ public:
+  PyEngine(std::unique_ptr<Endpoint> endpoint, const Config& config)
+      : engine_(std::make_unique<Engine>(std::move(endpoint), config)) {}
+  ~PyEngine();  // shuts down with the GIL released
+
+  Engine& get() { return *engine_; }
+
+  // "allreduce.noname.3": the third unnamed operation of that kind in that process set. Ranks that call in the same
+  // order choose the same names. Needs the GIL, which orders the callers.
+  std::string unnamed(std::string_view kind, uint32_t process_set);
+
+ private:
+  std::unique_ptr<Engine> engine_;
+  std::unordered_map<std::string, uint64_t> counters_;
+};
+
+using PyEnginePtr = std::shared_ptr<PyEngine>;
+
+// The engine an operation runs on: the argument, or the default where it is None. Throws Error(kNotInitialized).
+const PyEnginePtr& engine_of(PyObject* argument, PyEnginePtr& holder);
+
+// The default engine (null: none). Needs the GIL.
+PyEnginePtr& default_engine();
+
+void register_engine(py::module_& module);
+
+}  // namespace fusewire::binding
