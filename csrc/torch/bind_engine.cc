@@ -1,9 +1,13 @@
 // Engine, its endpoints and its life cycle for Python.
+#include <pthread.h>
 #include <torch/csrc/utils/pybind.h>
 
 #include <chrono>
 #include <cmath>
 #include <map>
+#include <mutex>
+#include <optional>
+#include <set>
 
 #include "torch/py_engine.h"
 #include "torch/python_errors.h"
@@ -20,6 +24,25 @@ Config make_config(const Knobs& knobs) {
   for (const auto& [keyword, value] : knobs) config.set(keyword, value);
   return config;
 }
+
+// Every engine of this process, for the moment when the process forks, whoever forks it. A child has only the thread
+// that forked, so the list is locked across the fork: no other thread can be halfway through changing it.
+struct Living {
+  std::mutex mutex;
+  std::set<Engine*> engines;
+
+  static Living& instance() {
+    static Living& living = *[] {
+      pthread_atfork([] { instance().mutex.lock(); }, [] { instance().mutex.unlock(); },
+                     [] {
+                       for (Engine* engine : instance().engines) engine->abandon_after_fork();
+                       instance().mutex.unlock();
+                     });
+      return new Living;  // never destroyed: a fork may come at any time
+    }();
+    return living;
+  }
+};
 
 std::chrono::milliseconds milliseconds(double seconds) {
   return std::chrono::milliseconds(std::llround(seconds * 1000));
@@ -60,8 +83,22 @@ void raise_failure(PyEngine& engine) {
 
 }  // namespace
 
+PyEngine::PyEngine(std::unique_ptr<Endpoint> endpoint, const Config& config)
+    : engine_(std::make_unique<Engine>(std::move(endpoint), config)) {
+  Living& living = Living::instance();
+  const std::lock_guard lock(living.mutex);
+  living.engines.insert(engine_.get());
+}
+
 PyEngine::~PyEngine() {
-  py::gil_scoped_release no_gil;
+  {
+    Living& living = Living::instance();
+    const std::lock_guard lock(living.mutex);
+    living.engines.erase(engine_.get());
+  }
+  // The last reference may also be dropped by a thread of autograd, which does not hold the GIL.
+  std::optional<py::gil_scoped_release> no_gil;
+  if (PyGILState_Check()) no_gil.emplace();
   engine_.reset();
 }
 

@@ -203,7 +203,7 @@ PyObject* add_process_set(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Handle handle = engine->get().submit(std::move(submission), false);
     {
       py::gil_scoped_release no_gil;
-      engine->get().wait(handle);
+      engine->get().wait(handle, check_signals);
     }
     return PyLong_FromUnsignedLong(handle->created_set());
   });

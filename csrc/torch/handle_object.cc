@@ -81,15 +81,16 @@ PyObject* wrap(const Outcome& outcome) {
 
 }  // namespace
 
-PyObject* finish(PyEngine& engine, const Handle& handle, const Outcome& outcome) {
+PyObject* finish(PyEngine& engine, const Handle& handle, Outcome& outcome) {
   if (!handle->done() || !handle->ok()) {
     py::gil_scoped_release no_gil;
-    engine.get().wait(handle);
+    engine.get().wait(handle, check_signals);
   }
-  if (handle->keep_alive) {  // the first wait
-    handle->keep_alive.reset();
+  handle->drop_keep_alive();
+  if (!outcome.copy_back.empty()) {
     at::NoGradGuard no_grad;
     for (const auto& [from, to] : outcome.copy_back) to.copy_(from);
+    outcome.copy_back.clear();
   }
   return wrap(outcome);
 }

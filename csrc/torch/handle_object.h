@@ -20,7 +20,7 @@ struct Outcome {
 };
 
 // Waits without the GIL, settles the copies and returns the results as a new reference. Throws the operation's error.
-PyObject* finish(PyEngine& engine, const Handle& handle, const Outcome& outcome);
+PyObject* finish(PyEngine& engine, const Handle& handle, Outcome& outcome);
 
 PyObject* make_handle(PyEnginePtr engine, Handle handle, Outcome outcome);
 

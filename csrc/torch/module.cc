@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "common/types.h"
+#include "torch/bind_hooks.h"
 #include "torch/bind_ops.h"
 #include "torch/handle_object.h"
 #include "torch/py_engine.h"
@@ -33,4 +34,5 @@ PYBIND11_MODULE(_core, module) {
   register_engine(module);
   register_handle(module);
   register_ops(module);
+  register_hooks(module);
 }

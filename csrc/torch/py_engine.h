@@ -15,9 +15,10 @@ namespace fusewire::binding {
 
 class PyEngine {
  public:
-  PyEngine(std::unique_ptr<Endpoint> endpoint, const Config& config)
-      : engine_(std::make_unique<Engine>(std::move(endpoint), config)) {}
-  ~PyEngine();  // shuts down with the GIL released
+  PyEngine(std::unique_ptr<Endpoint> endpoint, const Config& config);
+  ~PyEngine();  // shuts down, with the GIL released
+  PyEngine(const PyEngine&) = delete;
+  PyEngine& operator=(const PyEngine&) = delete;
 
   Engine& get() { return *engine_; }
 
@@ -25,8 +26,12 @@ class PyEngine {
   // order choose the same names. Needs the GIL, which orders the callers.
   std::string unnamed(std::string_view kind, uint32_t process_set);
 
+  // "opt3": the fourth optimizer wrapped on this engine. Needs the GIL.
+  std::string next_optimizer() { return "opt" + std::to_string(optimizers_++); }
+
  private:
   std::unique_ptr<Engine> engine_;
+  uint64_t optimizers_ = 0;
   std::unordered_map<std::string, uint64_t> counters_;
 };
 

@@ -54,12 +54,21 @@ void throw_through_autograd(const Error& error) {
   throw carried;
 }
 
+void check_signals() {
+  py::gil_scoped_acquire gil;
+  if (PyErr_CheckSignals() != 0) throw py::error_already_set();
+}
+
 void register_errors(py::module_&) {
   py::register_local_exception_translator([](std::exception_ptr error) {
     try {
       if (error) std::rethrow_exception(error);
     } catch (const Error&) {
       set_python_error(std::current_exception());
+    } catch (const c10::Error&) {
+      set_python_error(std::current_exception());
+    } catch (python_error& python) {
+      python.restore();
     }
   });
 }

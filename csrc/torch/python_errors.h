@@ -16,6 +16,9 @@ void set_python_error(std::exception_ptr error) noexcept;
 // For threads of torch's autograd: an exception that backward() raises as the typed Python class. Takes the GIL.
 [[noreturn]] void throw_through_autograd(const Error& error);
 
+// For Engine::wait: lets Python's signal handlers run, and throws what they raise (KeyboardInterrupt). Takes the GIL.
+void check_signals();
+
 // Runs `body`, which returns a new reference; an exception becomes the Python error and nullptr.
 template <class Body>
 PyObject* guarded(Body&& body) noexcept {

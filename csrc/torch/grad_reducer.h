@@ -1,0 +1,149 @@
+// The gradients of one optimizer: which of them to reduce when, and what becomes of the results.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "common/types.h"
+#include "engine/engine.h"
+#include "torch/grad_hooks.h"
+#include "torch/py_engine.h"
+
+namespace fusewire {
+
+// A user's compressor written in Python: it runs at the end of a window, under the GIL (which it takes itself).
+class PythonCompressor {
+ public:
+  virtual ~PythonCompressor() = default;
+  struct Compressed {
+    at::Tensor tensor;
+    std::shared_ptr<void> context;
+  };
+  virtual Compressed compress(const at::Tensor& tensor) = 0;
+  virtual at::Tensor decompress(const at::Tensor& tensor, const std::shared_ptr<void>& context) = 0;
+};
+
+struct ReducerOptions {
+  binding::PyEnginePtr engine;
+  std::string prefix;  // of the names on the wire, unique to this optimizer
+  ReduceOp op = ReduceOp::kAverage;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  uint32_t process_set = 0;
+  std::optional<DataType> wire;
+  int passes = 1;  // backward passes per window
+  bool sparse_as_dense = false;
+  std::unique_ptr<PythonCompressor> compressor;  // null: none
+};
+
+// Note [Passes and windows]
+// A *pass* is one outermost backward; a *window* is `passes` of them. When the last pass of a window ends, every
+// parameter has been submitted: with its gradient where one of its hooks fired in the window, else *absent* (a stale
+// .grad still counts as its value if another rank has one). Then the thread that ran backward waits for all of them.
+//
+// A gradient leaves early, from its hook, only in the window's last pass and only where every earlier pass has shown it
+// to fire exactly once. If it fires again all the same (a checkpointed layer used twice, say), the gradient in flight
+// is set aside before autograd adds to it; what autograd computes from then on is a second contribution to the same
+// sum. Whether any rank has such is agreed on by one more unit, in which ranks that have none are absent, so that it
+// costs nothing but its bit; if some have, everybody reduces the second contributions too and adds the results.
+//
+// Lock order: mutex_ is never taken while the GIL is held, and nobody who holds it waits for it; torch may take the GIL
+// under it. It is held while waiting for results: who comes meanwhile has to wait for them as well.
+class GradReducer final : public BackwardListener, public std::enable_shared_from_this<GradReducer> {
+ public:
+  explicit GradReducer(ReducerOptions options) : options_(std::move(options)) {}
+  ~GradReducer() override;
+
+  // Takes over parameters from whoever owned them; several at once form an explicit group. `missed`: they have been in
+  // use already without our hooks, so a .grad they have counts as this window's.
+  void add(const std::vector<std::string>& names, const std::vector<at::Tensor>& parameters, bool missed);
+
+  // Makes .grad final, unless it is: ends a partial window, stands in for a backward that this rank did not run.
+  void synchronize();
+
+  // The optimizer has used the gradients, or a closure is about to make new ones.
+  void expire();
+
+  // Lets go of all parameters. Thread-safe; a backward that is running finishes as if there were no reducer.
+  void close();
+
+  void set_passes(int passes);
+  bool owns_any() const;
+
+  void before_accumulate(size_t slot) override;
+  void after_accumulate(size_t slot) override;
+  void end_pass() override;
+  void settle_pass() override;
+  void abort_pass() noexcept override;
+
+ private:
+  struct Slot {
+    std::string name;
+    at::Tensor parameter;
+    size_t unit = 0;
+    bool owned = true;
+    AccumulatorHook hook;
+
+    // What earlier passes have shown.
+    bool once = false;  // it fires exactly once in a pass
+    bool late = false;  // it has fired more often: never launch it from its hook again
+
+    int fires = 0;         // in this pass
+    bool present = false;  // it has fired in this window
+    bool reduced = false;  // .grad holds the result of an earlier window, unless the user has reset it
+
+    at::Tensor output;     // allocated for the result where .grad is None; kept for the next time when skipped
+    at::Tensor set_aside;  // .grad in flight, when the parameter has fired again
+    PythonCompressor::Compressed compressed;
+  };
+
+  struct Unit {
+    std::string name;  // on the wire
+    std::vector<size_t> slots;
+    size_t arrived = 0;  // slots that have fired in this pass
+    bool early = false;  // all of them may leave from their hooks
+    Handle handle;       // null: not submitted in this window
+  };
+
+  // All of these need mutex_.
+  void open_pass();
+  void learn();                // from the pass that has ended
+  void follow_accumulators();  // hooks what is not hooked (any more)
+  void submit(Unit& unit);
+  void submit_window();
+  void wait_window();
+  void settle_aborted();
+  void reset_window();
+  SubmittedTensor describe(Slot& slot, std::vector<at::Tensor>& alive);
+  SubmittedTensor describe_compressed(Slot& slot, std::vector<at::Tensor>& alive);
+  void settle(Slot& slot, bool skipped);
+  void reduce_again();
+  Submission submission(std::string name) const;
+  Engine& engine() const { return options_.engine->get(); }
+
+  void release(size_t slot);
+  friend class Owners;
+
+  ReducerOptions options_;
+  mutable std::mutex mutex_;
+  std::vector<Slot> slots_;
+  std::vector<Unit> units_;
+  int joined_ = -1;          // the graph task whose end we have joined
+  bool pass_open_ = false;   // a hook has fired in a pass that has not ended
+  int passes_done_ = 0;      // in this window
+  bool final_ = false;       // .grad is final: nothing has fired since the window ended
+  bool aborted_ = false;     // a backward ended with an exception, and what it left in flight is not settled
+  bool submitted_ = false;   // the window's end has been submitted and not settled
+  int64_t unannounced_ = 0;  // bytes submitted without waking the coordinator
+  Handle again_;             // see Note [Passes and windows]
+  at::Tensor again_flags_;   // uint8, one per slot
+  bool discard_ = false;     // the window being settled was aborted: take part, touch nothing
+};
+
+}  // namespace fusewire

@@ -1,0 +1,190 @@
+"""The process's default engine: init(), shutdown(), who am I, and what peers are told when this process ends."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from . import _core
+from .errors import NotInitializedError, PeerLostError
+
+if TYPE_CHECKING:
+    from ._rendezvous import Rendezvous
+    from .process_sets import ProcessSet
+
+_lock = threading.RLock()
+_engine: _core.Engine | None = None
+_place: Rendezvous | None = None
+_pid = 0  # the process that called init(); a forked child inherits the engine but must not use it
+_failure: str | None = None  # the text of an uncaught exception of the main thread
+_thread_failure: str | None = None
+
+
+def init(process_sets: Iterable[ProcessSet | list[int]] | None = None, **knobs: Any) -> None:
+    """Joins this process to its job and starts the engine. Does nothing while the engine is running.
+
+    The launcher's variables (torchrun, mpirun, srun) or an initialised default group of torch.distributed say which
+    rank this is; without any of them the process is alone: rank 0 of 1.
+
+    Args:
+        process_sets: sets to register at once; the same list on every rank.
+        knobs: the fields that FUSEWIRE_* variables set too, in lower case: `fusion_threshold` (bytes),
+            `cache_capacity` (tensors), `stall_check_time`, `stall_abort_time`, `start_timeout` (seconds), `spin_us`,
+            `inline_limit`, `shm_chunk` (bytes), `backend`, `log_level`.
+
+    Raises ValueError for a bad variable or knob, PeerLostError naming the ranks that did not come.
+    """
+    global _engine, _place, _pid, _failure, _thread_failure
+    from . import _rendezvous, process_sets as sets
+
+    with _lock:
+        if is_initialized():
+            return
+        timeout = knobs.pop("start_timeout", None)
+        texts = {name: _text(value) for name, value in knobs.items()}
+        _core.check_config(texts)
+        try:
+            place = _rendezvous.rendezvous(None if timeout is None else float(timeout))
+            engine = place.connect(_core, texts)
+        except _rendezvous.MissingRanksError as error:
+            lost = PeerLostError(str(error))
+            lost.rank = error.ranks[0] if len(error.ranks) == 1 else None
+            raise lost from error
+        place.on_complete()
+        _watch_exit()
+        _failure = _thread_failure = None
+        _engine, _place, _pid = engine, place, os.getpid()
+        _core.set_default_engine(engine)
+        sets._forget_all()  # a forked child inherited its parent's
+        for process_set in process_sets or ():
+            sets.add_process_set(process_set)
+
+
+def shutdown() -> None:
+    """Leaves the job. Pending operations raise ShutdownError; peers go on. init() may be called again. Idempotent."""
+    _leave(clean=True, reason="shutdown() was called")
+
+
+def is_initialized() -> bool:
+    """Whether the engine runs in this process."""
+    return _engine is not None and _pid == os.getpid()
+
+
+def rank() -> int:
+    """This process's number among all ranks. This and the next five raise NotInitializedError before init()."""
+    return _here().rank
+
+
+def size() -> int:
+    """How many ranks the job has."""
+    return _here().size
+
+
+def local_rank() -> int:
+    """This process's number among the ranks of its host."""
+    return _here().local_rank
+
+
+def local_size() -> int:
+    """How many ranks its host has."""
+    return _here().local_size
+
+
+def cross_rank() -> int:
+    """The number of this process's host."""
+    return _here().cross_rank
+
+
+def cross_size() -> int:
+    """How many hosts the job has."""
+    return _here().cross_size
+
+
+def _here() -> Rendezvous:
+    if _place is None or _pid != os.getpid():
+        forked = _place is not None
+        raise NotInitializedError(
+            "this process was forked from one that runs Fusewire and is not a rank itself; call fusewire.init() in it, "
+            "or use the start method 'spawn'"
+            if forked
+            else "Fusewire is not running in this process; call fusewire.init() first"
+        )
+    return _place
+
+
+def _text(value: Any) -> str:
+    return str(int(value)) if isinstance(value, bool) else str(value)
+
+
+def _leave(clean: bool, reason: str) -> None:
+    global _engine, _place
+    from . import process_sets
+
+    with _lock:
+        if not is_initialized():
+            return
+        engine, _engine, _place = _engine, None, None
+        _core.set_default_engine(None)
+        process_sets._forget_all()
+    assert engine is not None
+    engine.shutdown(clean, reason)
+
+
+# Note [Telling peers why]
+# A process that ends says goodbye with a reason, so that waiting peers raise it within milliseconds. The hooks below
+# only remember what went wrong: an exception hook is also called by programs that go on (a GUI, an interactive
+# session). The interpreter's exit is what makes it final, and it comes in two steps: before it joins the remaining
+# threads, where one of them may wait for a peer that waits for us, we leave if an exception ends the script; and at
+# atexit, if none did. A process that dies without either (SIGKILL, os._exit) is seen by its closed sockets.
+
+_watching = False
+
+
+def _watch_exit() -> None:
+    global _watching
+    if _watching:
+        return
+    _watching = True
+    _chain_hooks()
+    atexit.register(_at_exit)
+    register = getattr(threading, "_register_atexit", None)  # what concurrent.futures uses; absent in no known CPython
+    if register is not None:
+        register(_before_joining_threads)
+
+
+def _chain_hooks() -> None:
+    previous, previous_thread = sys.excepthook, threading.excepthook
+
+    def remember(kind: type[BaseException], value: BaseException, trace: Any) -> None:
+        global _failure
+        _failure = _last_line(kind, value)
+        previous(kind, value, trace)
+
+    def remember_thread(args: Any) -> None:
+        global _thread_failure
+        _thread_failure = f"its thread failed: {_last_line(args.exc_type, args.exc_value)}"
+        previous_thread(args)
+
+    sys.excepthook, threading.excepthook = remember, remember_thread
+
+
+def _last_line(kind: type[BaseException], value: BaseException | None) -> str:
+    text = "".join(traceback.format_exception_only(kind, value)).strip()
+    return text if len(text) <= 2000 else text[:2000] + "..."
+
+
+def _before_joining_threads() -> None:
+    if _failure is not None:
+        _leave(clean=False, reason=_failure)
+
+
+def _at_exit() -> None:
+    if _failure is not None:
+        _leave(clean=False, reason=_failure)
+    else:
+        _leave(clean=True, reason=_thread_failure or "its script ended")

@@ -1,0 +1,353 @@
+"""The collectives, with Horovod's names and signatures.
+
+All ranks of a process set call an operation with the same name (given, or counted per kind) and the same shape, dtype
+and options, in any order. Forms ending in `_` work in place; `_async` forms return a Handle at once. Out-of-place
+`allreduce`, `grouped_allreduce` and `broadcast` are differentiable.
+
+Every operation may raise NotInitializedError, TensorMismatchError, DuplicateNameError, PeerLostError, StalledError,
+CollectiveError and ShutdownError (see fusewire.errors), TypeError for a dtype that the operator has no meaning for,
+and ValueError for bad arguments. `engine=` runs it on another engine than the process's default one.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from . import _core
+from .compression import Compression, wire_of
+from .process_sets import ProcessSet, global_process_set
+
+Handle = _core.Handle
+
+
+class ReduceOp(enum.IntEnum):
+    """How values of the ranks are combined."""
+
+    SUM = _core.SUM
+    AVERAGE = _core.AVERAGE
+    MIN = _core.MIN
+    MAX = _core.MAX
+    PRODUCT = _core.PRODUCT
+    ADASUM = 100
+
+
+Sum = ReduceOp.SUM
+Average = ReduceOp.AVERAGE
+Min = ReduceOp.MIN
+Max = ReduceOp.MAX
+Product = ReduceOp.PRODUCT
+Adasum = ReduceOp.ADASUM
+
+Tensors = Sequence[torch.Tensor]
+
+
+def allreduce(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    engine: _core.Engine | None = None,
+) -> torch.Tensor:
+    """Combines `tensor` over the ranks of `process_set`; returns a new tensor of the same shape and dtype.
+
+    Args:
+        tensor: any shape and strides; the same shape and dtype on every rank.
+        average: Horovod's older form of `op`: True is Average, False is Sum.
+        name: the same on every rank; None counts the unnamed calls.
+        compression: Compression.none, .fp16, .bf16, or a class with compress() and decompress().
+        op: Average (default), Sum, Min, Max or Product.
+        prescale_factor: multiplies the values before they are combined.
+        postscale_factor: multiplies the result.
+    """
+    if compression is not Compression.none or (
+        getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
+    ):
+        return _rich_allreduce(
+            tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set, engine
+        )
+    return _core.allreduce(
+        engine, tensor, False, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, True
+    )
+
+
+def allreduce_async(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    engine: _core.Engine | None = None,
+) -> Handle:
+    """As `allreduce`, but returns a Handle at once. Not differentiable. Do not write to `tensor` before it is done."""
+    return _core.allreduce(
+        engine, tensor, False, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, False
+    )
+
+
+def allreduce_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    engine: _core.Engine | None = None,
+) -> torch.Tensor:
+    """As `allreduce`, in place: `tensor` keeps its memory and strides. ValueError if its elements share memory."""
+    return _core.allreduce(
+        engine, tensor, True, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, True
+    )
+
+
+def allreduce_async_(
+    tensor: torch.Tensor,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    engine: _core.Engine | None = None,
+) -> Handle:
+    """As `allreduce_`, but returns a Handle at once. Do not touch `tensor` before it is done."""
+    return _core.allreduce(
+        engine, tensor, True, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, False
+    )
+
+
+def grouped_allreduce(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    compression: Any = Compression.none,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    engine: _core.Engine | None = None,
+) -> list[torch.Tensor]:
+    """`allreduce` of several tensors as one operation, all or nothing; returns a list. Dtypes may differ."""
+    tensors = list(tensors)
+    if compression is not Compression.none or (
+        torch.is_grad_enabled() and any(getattr(tensor, "requires_grad", False) for tensor in tensors)
+    ):
+        return _rich_grouped_allreduce(
+            tensors, average, name, compression, op, prescale_factor, postscale_factor, process_set, engine
+        )
+    return _core.allreduce(
+        engine, tensors, False, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, True
+    )
+
+
+def grouped_allreduce_async(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    engine: _core.Engine | None = None,
+) -> Handle:
+    """As `grouped_allreduce`, but returns a Handle at once. Not differentiable."""
+    return _core.allreduce(
+        engine, list(tensors), False, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, False
+    )
+
+
+def grouped_allreduce_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    engine: _core.Engine | None = None,
+) -> list[torch.Tensor]:
+    """As `grouped_allreduce`, in place."""
+    return _core.allreduce(
+        engine, list(tensors), True, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, True
+    )
+
+
+def grouped_allreduce_async_(
+    tensors: Tensors,
+    average: bool | None = None,
+    name: str | None = None,
+    op: ReduceOp | None = None,
+    prescale_factor: float = 1.0,
+    postscale_factor: float = 1.0,
+    process_set: ProcessSet = global_process_set,
+    *,
+    engine: _core.Engine | None = None,
+) -> Handle:
+    """As `grouped_allreduce_`, but returns a Handle at once."""
+    return _core.allreduce(
+        engine, list(tensors), True, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, False
+    )
+
+
+def broadcast(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    engine: _core.Engine | None = None,
+) -> torch.Tensor:
+    """A new tensor with the values of `tensor` on rank `root_rank` (a global rank), on every rank."""
+    if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
+        return _Broadcast.apply(tensor, root_rank, name, process_set, engine)
+    return _core.broadcast(engine, tensor, False, root_rank, process_set.process_set_id, name, True)
+
+
+def broadcast_async(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    engine: _core.Engine | None = None,
+) -> Handle:
+    """As `broadcast`, but returns a Handle at once. Not differentiable."""
+    return _core.broadcast(engine, tensor, False, root_rank, process_set.process_set_id, name, False)
+
+
+def broadcast_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    engine: _core.Engine | None = None,
+) -> torch.Tensor:
+    """Overwrites `tensor` with its values on rank `root_rank`; returns `tensor`."""
+    return _core.broadcast(engine, tensor, True, root_rank, process_set.process_set_id, name, True)
+
+
+def broadcast_async_(
+    tensor: torch.Tensor,
+    root_rank: int,
+    name: str | None = None,
+    process_set: ProcessSet = global_process_set,
+    *,
+    engine: _core.Engine | None = None,
+) -> Handle:
+    """As `broadcast_`, but returns a Handle at once."""
+    return _core.broadcast(engine, tensor, True, root_rank, process_set.process_set_id, name, False)
+
+
+def barrier(process_set: ProcessSet = global_process_set, *, engine: _core.Engine | None = None) -> None:
+    """Returns when every rank of the set has called it."""
+    _core.barrier(engine, process_set.process_set_id, True)
+
+
+def synchronize(handle: Handle) -> Any:
+    """Waits for an asynchronous operation and returns its result, as `handle.wait()` does."""
+    return handle.wait()
+
+
+def poll(handle: Handle) -> bool:
+    """Whether `synchronize` would return at once, as `handle.done()` says. Never blocks."""
+    return handle.done()
+
+
+def _rich_allreduce(tensor, average, name, compression, op, prescale, postscale, process_set, engine):
+    """allreduce that keeps a graph or compresses."""
+    native, wire = wire_of(compression)
+    if not native:
+        small, ctx = compression.compress(tensor)
+        reduced = allreduce(
+            small, average, name, Compression.none, op, prescale, postscale, process_set, engine=engine
+        )
+        return compression.decompress(reduced, ctx)
+    options = (average, op, prescale, postscale, process_set, name, wire, engine)
+    return _Allreduce.apply(options, tensor)
+
+
+def _rich_grouped_allreduce(tensors, average, name, compression, op, prescale, postscale, process_set, engine):
+    native, wire = wire_of(compression)
+    if not native:
+        pairs = [compression.compress(tensor) for tensor in tensors]
+        reduced = grouped_allreduce(
+            [small for small, _ in pairs], average, name, Compression.none, op, prescale, postscale, process_set, engine=engine
+        )
+        return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]
+    options = (average, op, prescale, postscale, process_set, name, wire, engine)
+    return list(_GroupedAllreduce.apply(options, *tensors))
+
+
+def _run(options: tuple[Any, ...], tensors: Any, suffix: str = "") -> Any:
+    average, op, prescale, postscale, process_set, name, wire, engine = options
+    name = name + suffix if name is not None else None
+    return _core.allreduce(
+        engine, tensors, False, average, op, prescale, postscale, process_set.process_set_id, name, wire, True
+    )
+
+
+def _check_differentiable(options: tuple[Any, ...]) -> None:
+    if options[1] not in (None, Average, Sum):
+        raise NotImplementedError(f"allreduce is differentiable for Average and Sum only, not for {options[1]!r}")
+
+
+class _Allreduce(torch.autograd.Function):
+    """The sum over ranks of each rank's gradient is the gradient: the operation is its own adjoint."""
+
+    @staticmethod
+    def forward(ctx, options, tensor):
+        ctx.options = options
+        return _run(options, tensor)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        _check_differentiable(ctx.options)
+        return None, _run(ctx.options, gradient, ".grad")
+
+
+class _GroupedAllreduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, options, *tensors):
+        ctx.options = options
+        return tuple(_run(options, tensors))
+
+    @staticmethod
+    def backward(ctx, *gradients):
+        _check_differentiable(ctx.options)
+        return None, *_run(ctx.options, gradients, ".grad")
+
+
+class _Broadcast(torch.autograd.Function):
+    """Every rank's result is a copy of the root's value: the root's gradient is the sum, all others are zero."""
+
+    @staticmethod
+    def forward(ctx, tensor, root_rank, name, process_set, engine):
+        ctx.root_rank, ctx.name, ctx.process_set, ctx.engine = root_rank, name, process_set, engine
+        return _core.broadcast(engine, tensor, False, root_rank, process_set.process_set_id, name, True)
+
+    @staticmethod
+    def backward(ctx, gradient):
+        options = (None, Sum, 1.0, 1.0, ctx.process_set, ctx.name, None, ctx.engine)
+        total = _run(options, gradient, ".grad")
+        engine = ctx.engine if ctx.engine is not None else _core.get_default_engine()
+        if engine.rank != ctx.root_rank:
+            total.zero_()
+        return total, None, None, None, None
