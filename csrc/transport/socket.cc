@@ -40,8 +40,10 @@ class Writer {
 
  private:
   Writer& bytes(const void* data, size_t size) {
-    const auto* from = static_cast<const std::byte*>(data);
-    frame_.payload.insert(frame_.payload.end(), from, from + size);
+    if (size == 0) return *this;
+    const size_t before = frame_.payload.size();
+    frame_.payload.resize(before + size);  // insert() of a range makes GCC 12 see an overflow that is none
+    std::memcpy(frame_.payload.data() + before, data, size);
     return *this;
   }
   SocketFrame frame_;
