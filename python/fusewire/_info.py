@@ -1,0 +1,122 @@
+"""`fusewire info`: what is built, what was found on this machine, and why a thing is off."""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from . import _build, _launch
+from ._version import __version__
+
+GOOD, OFF, BAD = "[green]on[/]", "[yellow]off[/]", "[red]problem[/]"
+Row = tuple[str, str, str]  # what, state ("" for a plain fact), details
+
+
+def print_info() -> int:
+    """Prints the table; 1 when something is in a state that Fusewire cannot work with."""
+    from rich.console import Console
+    from rich.table import Table
+
+    rows = [*_versions(), *_data_planes(), *_machine(), *_job()]
+    table = Table(title=f"Fusewire {__version__}", title_justify="left")
+    table.add_column("")
+    table.add_column("state")
+    table.add_column("details", overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    Console().print(table)
+    return 1 if any(state == BAD for _, state, _ in rows) else 0
+
+
+def _versions() -> Iterator[Row]:
+    import torch
+
+    built = _build.info()
+    problem = _build.mismatch(built, torch.__version__, torch.compiled_with_cxx11_abi())
+    yield "Python", "", f"{sys.version.split()[0]} at {sys.executable}"
+    yield "torch", BAD if problem else "", f"built for {built.torch if built else '-'}, found {torch.__version__}"
+    if problem:
+        yield "extension", BAD, problem
+    elif built:
+        abi = int(built.cxx11_abi)
+        yield "extension", GOOD, f"{built.compiler}, {built.build_type}, _GLIBCXX_USE_CXX11_ABI={abi}"
+
+
+def _data_planes() -> Iterator[Row]:
+    import torch
+
+    yield "CPU kernels", GOOD, f"instruction set: {_isa()}"
+    yield "shm", GOOD, "CPU tensors between the ranks of one host"
+    cuda = f"torch sees {torch.cuda.device_count()} GPU(s)" if torch.cuda.is_available() else "torch sees no GPU"
+    yield "CUDA, NCCL", OFF, f"not in this version ({cuda}); CPU tensors only"
+    yield "MPI, Gloo", OFF, "not in this version; one host only"
+
+
+def _isa() -> str:
+    try:
+        from . import _core
+    except ImportError as error:
+        return f"unknown ({error})"
+    return _core.isa() if hasattr(_core, "isa") else "picked at run time"
+
+
+def _machine() -> Iterator[Row]:
+    cores = len(os.sched_getaffinity(0))
+    spin = os.environ.get("FUSEWIRE_SPIN_US")
+    default = f"20 us with up to {cores} local ranks, none with more"
+    yield (
+        "cores",
+        "",
+        f"{cores} usable of {os.cpu_count()}; spinning: {f'FUSEWIRE_SPIN_US={spin}' if spin else default}",
+    )
+    yield _shared_memory()
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield "open files", BAD if soft < 64 else "", f"at most {soft} (rank 0 needs about 2 per local rank)"
+
+
+def _shared_memory() -> Row:
+    """Shared memory is an anonymous memfd: what counts is the memory and its limits, not the size of /dev/shm."""
+    try:
+        descriptor = os.memfd_create("fusewire-info")
+        try:
+            os.ftruncate(descriptor, 1 << 20)
+            os.pwrite(descriptor, b"x", (1 << 20) - 1)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        return "shared memory", BAD, f"memfd_create does not work here: {error}"
+    limit = _cgroup_limit()
+    return "shared memory", GOOD, f"memfd; memory limit of this container: {limit or 'none'}"
+
+
+def _cgroup_limit() -> str | None:
+    try:
+        text = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return None
+    return f"{int(text) / 2**30:.1f} GiB" if text.isdigit() else None
+
+
+def _job() -> Iterator[Row]:
+    try:
+        place = _launch.detect()
+    except ValueError as error:
+        yield "launcher", BAD, str(error)
+        return
+    if place.launcher is None:
+        yield "launcher", "", "none: init() makes a single process; use `fusewire run -n N script.py`"
+        return
+    yield "launcher", "", f"{place.launcher.name}: rank {place.rank} of {place.size}"
+    address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if address and port:
+        yield "rendezvous", "", f"TCP store at {address}:{port}"
+    else:
+        yield (
+            "rendezvous",
+            "",
+            f"file in {tempfile.gettempdir()}/fusewire-{os.getuid()} (no MASTER_ADDR and MASTER_PORT)",
+        )
