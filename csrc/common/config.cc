@@ -1,8 +1,7 @@
 #include "common/config.h"
 
 #include <array>
-#include <cerrno>
-#include <cmath>
+#include <charconv>
 #include <cstdlib>
 #include <string_view>
 #include <utility>
@@ -16,37 +15,45 @@ namespace {
   throw Error(ErrorCode::kInvalidArgument, where + "=" + value + " is not valid; allowed: " + allowed);
 }
 
-int64_t parse_integer(const std::string& where, const std::string& value, int64_t least) {
-  errno = 0;
-  char* end = nullptr;
-  const long long number = std::strtoll(value.c_str(), &end, 10);
-  if (value.empty() || *end != '\0' || errno != 0 || number < least) {
-    reject(where, value, "a whole number >= " + std::to_string(least));
+int64_t parse_integer(const std::string& where, const std::string& value, int64_t least, int64_t most) {
+  int64_t number = 0;
+  const char* end = value.data() + value.size();
+  const auto [stopped, error] = std::from_chars(value.data(), end, number);
+  if (error != std::errc() || stopped != end || number < least || number > most) {
+    reject(where, value, "a whole number from " + std::to_string(least) + " to " + std::to_string(most));
   }
   return number;
 }
 
 double parse_seconds(const std::string& where, const std::string& value) {
-  errno = 0;
-  char* end = nullptr;
-  const double number = std::strtod(value.c_str(), &end);
-  if (value.empty() || *end != '\0' || errno != 0 || !std::isfinite(number) || number < 0) {
-    reject(where, value, "seconds >= 0 (0 turns it off)");
+  // Far below what a count of nanoseconds can hold, so that nobody has to think of overflow again.
+  constexpr double kMost = 1e9;
+  double number = 0;
+  const char* end = value.data() + value.size();
+  const auto [stopped, error] = std::from_chars(value.data(), end, number);
+  if (error != std::errc() || stopped != end || !(number >= 0 && number <= kMost)) {
+    reject(where, value, "seconds from 0 (off) to 1000000000");
   }
   return number;
 }
 
+// Horovod's names in any case, "fatal" among them, are levels here too.
 LogLevel parse_level(const std::string& where, const std::string& value) {
-  static constexpr std::array<std::pair<std::string_view, LogLevel>, 6> kLevels = {{
+  static constexpr std::array<std::pair<std::string_view, LogLevel>, 7> kLevels = {{
       {"trace", LogLevel::kTrace},
       {"debug", LogLevel::kDebug},
       {"info", LogLevel::kInfo},
       {"warning", LogLevel::kWarning},
       {"error", LogLevel::kError},
+      {"fatal", LogLevel::kError},
       {"off", LogLevel::kOff},
   }};
+  std::string lower = value;
+  for (char& c : lower) {
+    if (c >= 'A' && c <= 'Z') c = static_cast<char>(c - 'A' + 'a');
+  }
   for (const auto& [name, level] : kLevels) {
-    if (value == name) return level;
+    if (lower == name) return level;
   }
   reject(where, value, "trace, debug, info, warning, error, off");
 }
@@ -55,6 +62,8 @@ std::string parse_backend(const std::string& where, const std::string& value) {
   if (value != "auto" && value != "shm") reject(where, value, "auto, shm");
   return value;
 }
+
+constexpr int64_t kMostBytes = 1LL << 40;
 
 // One row per knob: the init() keyword, our variable, Horovod's name of the same knob ("" where it has none).
 struct Knob {
@@ -66,19 +75,23 @@ struct Knob {
 
 constexpr std::array<Knob, 9> kKnobs = {{
     {"fusion_threshold", "FUSEWIRE_FUSION_THRESHOLD", "HOROVOD_FUSION_THRESHOLD",
-     [](Config& c, const std::string& w, const std::string& v) { c.fusion_threshold = parse_integer(w, v, 0); }},
+     [](Config& c, const std::string& w, const std::string& v) {
+       c.fusion_threshold = parse_integer(w, v, 0, kMostBytes);
+     }},
     {"cache_capacity", "FUSEWIRE_CACHE_CAPACITY", "HOROVOD_CACHE_CAPACITY",
-     [](Config& c, const std::string& w, const std::string& v) { c.cache_capacity = parse_integer(w, v, 0); }},
+     [](Config& c, const std::string& w, const std::string& v) { c.cache_capacity = parse_integer(w, v, 0, 1 << 24); }},
     {"stall_check_time", "FUSEWIRE_STALL_CHECK_TIME", "HOROVOD_STALL_CHECK_TIME_SECONDS",
      [](Config& c, const std::string& w, const std::string& v) { c.stall_check_seconds = parse_seconds(w, v); }},
     {"stall_abort_time", "FUSEWIRE_STALL_ABORT_TIME", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
      [](Config& c, const std::string& w, const std::string& v) { c.stall_abort_seconds = parse_seconds(w, v); }},
     {"spin_us", "FUSEWIRE_SPIN_US", "",
-     [](Config& c, const std::string& w, const std::string& v) { c.spin_us = parse_integer(w, v, -1); }},
+     [](Config& c, const std::string& w, const std::string& v) { c.spin_us = parse_integer(w, v, -1, 1'000'000); }},
     {"inline_limit", "FUSEWIRE_INLINE_LIMIT", "",
-     [](Config& c, const std::string& w, const std::string& v) { c.inline_limit = parse_integer(w, v, 0); }},
+     [](Config& c, const std::string& w, const std::string& v) {
+       c.inline_limit = parse_integer(w, v, 0, kMostBytes);
+     }},
     {"shm_chunk", "FUSEWIRE_SHM_CHUNK", "",
-     [](Config& c, const std::string& w, const std::string& v) { c.shm_chunk = parse_integer(w, v, 0); }},
+     [](Config& c, const std::string& w, const std::string& v) { c.shm_chunk = parse_integer(w, v, 0, kMostBytes); }},
     {"backend", "FUSEWIRE_BACKEND", "",
      [](Config& c, const std::string& w, const std::string& v) { c.backend = parse_backend(w, v); }},
     {"log_level", "FUSEWIRE_LOG_LEVEL", "HOROVOD_LOG_LEVEL",
@@ -88,16 +101,19 @@ constexpr std::array<Knob, 9> kKnobs = {{
 }  // namespace
 
 Config Config::from_environment(const Lookup& get) {
+  constexpr const char* kStallCheckDisable = "HOROVOD_STALL_CHECK_DISABLE";
   Config config;
-  if (get("HOROVOD_STALL_CHECK_DISABLE").value_or("0") == "1") config.stall_check_seconds = 0;
   for (const Knob& knob : kKnobs) {
-    for (const char* name : {knob.variable, knob.horovod}) {
-      if (*name == '\0') continue;
-      if (const auto value = get(name)) {
-        knob.assign(config, name, *value);
-        break;
-      }
+    if (const auto value = get(knob.variable)) {
+      knob.assign(config, knob.variable, *value);
+    } else if (const auto theirs = *knob.horovod == '\0' ? std::nullopt : get(knob.horovod)) {
+      knob.assign(config, knob.horovod, *theirs);
     }
+  }
+  // Horovod's switch outdoes Horovod's time, but not ours.
+  if (const auto disable = get(kStallCheckDisable)) {
+    const bool off = parse_integer(kStallCheckDisable, *disable, 0, 1) == 1;
+    if (off && !get("FUSEWIRE_STALL_CHECK_TIME")) config.stall_check_seconds = 0;
   }
   return config;
 }
