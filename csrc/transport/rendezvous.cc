@@ -279,9 +279,10 @@ Descriptor connect_to(const std::string& address, milliseconds timeout) {
     result = connect(socket.get(), reinterpret_cast<const sockaddr*>(&name), length);
   } while (result != 0 && errno == EINTR);
   if (result != 0) {
-    const std::string why = errno == ECONNREFUSED ? "nobody listens at its address (has it ended?)"
-                            : errno == EAGAIN     ? "it did not accept a connection within " + seconds(timeout)
-                                                  : std::strerror(errno);
+    const std::string why = errno == ECONNREFUSED
+                                ? "nobody listens at its address (it has ended, or runs in another network namespace)"
+                            : errno == EAGAIN ? "it did not accept a connection within " + seconds(timeout)
+                                              : std::strerror(errno);
     throw Error(ErrorCode::kPeerLost, "cannot connect to rank 0: " + why, 0);
   }
   return socket;

@@ -58,8 +58,11 @@ Segment Segment::create(int size) {
 }
 
 Segment Segment::adopt(Descriptor memory, int size, const Welcome& welcome) {
+  if (!memory) {
+    throw Error(ErrorCode::kPeerLost, "the memory that rank 0 shares did not arrive (too many open files here?)", 0);
+  }
   struct stat status{};
-  const int seals = memory ? fcntl(memory.get(), F_GET_SEALS) : -1;
+  const int seals = fcntl(memory.get(), F_GET_SEALS);
   if (seals < 0 || (seals & kSeals) != kSeals || fstat(memory.get(), &status) != 0 ||
       static_cast<uint64_t>(status.st_size) != welcome.total_bytes ||
       welcome.control_bytes != StarMemory::bytes(size) || welcome.data_offset < welcome.control_bytes ||

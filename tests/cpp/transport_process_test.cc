@@ -2,6 +2,7 @@
 // Not in ThreadSanitizer builds: it does not support threads in a process forked from one that had threads.
 #include <fcntl.h>
 #include <gtest/gtest.h>
+#include <sys/resource.h>
 
 #include <thread>
 
@@ -200,6 +201,26 @@ TEST(UnixProcesses, AForkedChildMayStartItsOwnJob) {
   inherited[1]->send(0, text_frame("still works"));
   std::vector<std::byte> frame;
   EXPECT_TRUE(inherited[0]->receive(1, frame));
+}
+
+// A limit on file sizes holds for a memfd too; exceeding it would kill the process by SIGXFSZ.
+TEST(UnixProcesses, ALimitOnFileSizes) {
+  for (const auto& [limit, enough] : {std::pair(rlim_t{1} << 30, true), std::pair(rlim_t{1} << 20, false)}) {
+    Process child([&, limit = limit, enough = enough] {
+      const rlimit sizes{limit, limit};
+      EXPECT_EQ(setrlimit(RLIMIT_FSIZE, &sizes), 0);
+      if (enough) {
+        auto endpoints = testing::make_unix_job(2);
+        const SharedMapping mapping = endpoints[1]->map_shared(512 << 20, 4096);
+        mapping.data[4095] = std::byte{1};
+      } else {
+        const Error error = testing::error_of([] { listen_unix(2, "s")->accept_all(kPatience); });
+        EXPECT_NE(std::string(error.what()).find("ulimit -f"), std::string::npos) << error.what();
+      }
+      return 0;
+    });
+    EXPECT_EQ(child.exit_code(), 0);
+  }
 }
 
 // Threads keep forking while jobs come and go: no child holds a descriptor of a job, whenever it was born.

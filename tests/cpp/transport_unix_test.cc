@@ -3,6 +3,7 @@
 #include "transport_unix.h"
 
 #include <gtest/gtest.h>
+#include <sys/mman.h>
 #include <sys/socket.h>
 
 #include <thread>
@@ -329,18 +330,77 @@ TEST(UnixRendezvous, AnotherSizeIsRefused) {
   EXPECT_EQ(accepted.get()->size(), 2);
 }
 
-TEST(UnixRendezvous, BothSidesNameWhoDidNotCome) {
+TEST(UnixRendezvous, BothSidesAreToldWhoDidNotCome) {
   auto listener = listen_unix(4, "s");
-  auto leaf = std::async(std::launch::async,
-                         [&] { return error_of([&] { connect_unix(listener->address(), 2, 4, "s", kPatience); }); });
-  const Error error = error_of([&] { listener->accept_all(std::chrono::milliseconds(1000)); });
+  Rogue waiting(listener->address(), 4);
+  waiting.hello(2, "s");
+  const Error error = error_of([&] { listener->accept_all(std::chrono::milliseconds(200)); });
   EXPECT_EQ(error.code(), ErrorCode::kPeerLost);
-  EXPECT_NE(std::string(error.what()).find("ranks 1, 3 did not connect to rank 0 within 1 s"), std::string::npos)
+  EXPECT_EQ(error.rank(), -1);
+  EXPECT_NE(std::string(error.what()).find("ranks 1, 3 did not connect to rank 0 within 0.2 s"), std::string::npos)
       << error.what();
-  const Error at_leaf = leaf.get();
-  EXPECT_EQ(at_leaf.code(), ErrorCode::kPeerLost);
-  EXPECT_NE(std::string(at_leaf.what()).find("ranks 1, 3 did not connect"), std::string::npos) << at_leaf.what();
+  Reject reject;
+  ASSERT_TRUE(decode(waiting.await_frame(nullptr), reject));
+  EXPECT_EQ(reject.code, ErrorCode::kPeerLost);
+  EXPECT_EQ(reject.text, error.what());
   EXPECT_EQ(error_of([&] { listener->accept_all(std::chrono::milliseconds(1)); }).code(), ErrorCode::kInvalidArgument);
+}
+
+// What a leaf raises when the root answers its Hello with `answer` (and, perhaps, a descriptor).
+Error leaf_error(const std::function<void(int socket)>& answer) {
+  std::string address;
+  const Descriptor listening = listen_abstract(4, address);
+  auto leaf =
+      std::async(std::launch::async, [&] { return error_of([&] { connect_unix(address, 1, 2, "s", kPatience); }); });
+  Descriptor socket;
+  while (!socket) {
+    std::this_thread::yield();
+    socket = Descriptor::make([&] { return accept4(listening.get(), nullptr, nullptr, SOCK_CLOEXEC); });
+  }
+  SocketReader reader;
+  SocketFrame frame;
+  while (reader.read(socket.get(), frame) == SocketReader::Result::kNothing) std::this_thread::yield();
+  Hello hello;
+  EXPECT_TRUE(decode(frame, hello));
+  EXPECT_EQ(hello.rank, 1);
+  answer(socket.get());
+  socket.close();
+  return leaf.get();
+}
+
+TEST(UnixRendezvous, ALeafDoesNotTrustItsRoot) {
+  Error error = leaf_error([](int socket) {
+    send_frame(socket, encode(Reject{.code = ErrorCode::kPeerLost, .text = "rank 3 did not connect"}));
+  });
+  EXPECT_EQ(error.code(), ErrorCode::kPeerLost);
+  EXPECT_EQ(std::string(error.what()), "rank 0 says: rank 3 did not connect");
+
+  error = leaf_error([](int) {});
+  EXPECT_NE(std::string(error.what()).find("closed the connection before all ranks came"), std::string::npos);
+
+  error = leaf_error([](int socket) { send(socket, "rubbish rubbish", 15, MSG_NOSIGNAL); });
+  EXPECT_NE(std::string(error.what()).find("malformed frame"), std::string::npos);
+
+  error = leaf_error([](int socket) { send_frame(socket, encode(Goodbye{.clean = true, .reason = ""})); });
+  EXPECT_NE(std::string(error.what()).find("malformed frame"), std::string::npos);
+
+  const Segment good = Segment::create(2);
+  error = leaf_error([&](int socket) { send_frame(socket, encode(good.welcome())); });
+  EXPECT_NE(std::string(error.what()).find("did not arrive"), std::string::npos) << error.what();
+
+  error = leaf_error([&](int socket) {
+    Welcome lie = good.welcome();
+    lie.control_bytes += 4096;
+    send_frame(socket, encode(lie), good.descriptor());
+  });
+  EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
+  EXPECT_NE(std::string(error.what()).find("another layout"), std::string::npos) << error.what();
+
+  // Not sealed: the root could shrink it and every access would be a SIGBUS.
+  const Descriptor loose = Descriptor::make([] { return memfd_create("loose", MFD_CLOEXEC); });
+  ASSERT_EQ(ftruncate(loose.get(), static_cast<off_t>(good.welcome().total_bytes)), 0);
+  error = leaf_error([&](int socket) { send_frame(socket, encode(good.welcome()), loose.get()); });
+  EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
 }
 
 TEST(UnixRendezvous, OneMissingRankIsTheErrorsRank) {
