@@ -37,6 +37,26 @@ struct Bool {
 
 enum class Combine : uint8_t { kSum, kMin, kMax, kProduct };
 
+template <class A, class B>
+constexpr bool is_same = false;
+template <class A>
+constexpr bool is_same<A, A> = true;
+
+template <bool kFirst, class A, class B>
+struct Choose {
+  using Type = A;
+};
+template <class A, class B>
+struct Choose<false, A, B> {
+  using Type = B;
+};
+template <bool kFirst, class A, class B>
+using Conditional = typename Choose<kFirst, A, B>::Type;
+
+template <class T>
+using Unsigned = Conditional<sizeof(T) == 1, uint8_t,
+                             Conditional<sizeof(T) == 2, uint16_t, Conditional<sizeof(T) == 4, uint32_t, uint64_t>>>;
+
 template <class To, class From>
 FUSEWIRE_HD inline To bits_as(From from) {
   static_assert(sizeof(To) == sizeof(From), "a reinterpretation keeps the size");
@@ -279,13 +299,12 @@ FUSEWIRE_HD inline T rescued_sum(const void* const* sources, int source_count, u
     lost += (sum - (next - part)) + (x - part);
     sum = next;
   }
+  if (!is_finite(sum)) return Convert<T>::from(sum * factor / static_cast<double>(divisor));  // a true inf or NaN
   const double total = sum + lost;
   lost -= total - sum;
-  sum = total;
-  if (!is_finite(sum)) return Convert<T>::from(sum * factor / static_cast<double>(divisor));  // a true inf or NaN
   int exponent;
   int factor_exponent;
-  const double high = split(sum, &exponent);
+  const double high = split(total, &exponent);
   const double low = lost == 0 ? 0 : join(lost, -exponent);
   const double scale = split(factor, &factor_exponent);
   const double product = high * scale;

@@ -26,21 +26,24 @@ void cast(DataType from, const void* source, DataType to, void* destination, siz
 }
 
 void reduce(const ReduceArgs& args) {
+  reduce_plainly(args, 0, args.count);
+  if (args.second != nullptr) copy(args.second, args.destination, args.count * size_of(args.dtype));
+}
+
+}  // namespace
+
+void reduce_plainly(const ReduceArgs& args, size_t begin, size_t end) {
   visit_type(args.dtype, [&](auto type_tag, size_t per_element) {
     visit_op(args.op, [&](auto op_tag) {
       using T = typename decltype(type_tag)::Type;
       constexpr Combine kOp = decltype(op_tag)::kCombine;
-      for (size_t i = 0; i < args.count * per_element; ++i) {
-        const T result =
-            reduce_element<T, kOp>(args.sources, args.source_count, i, args.scale.factor, args.scale.divisor);
-        store(args.destination, i, result);
-        if (args.second != nullptr) store(args.second, i, result);
+      for (size_t i = begin * per_element; i < end * per_element; ++i) {
+        store(args.destination, i,
+              reduce_element<T, kOp>(args.sources, args.source_count, i, args.scale.factor, args.scale.divisor));
       }
     });
   });
 }
-
-}  // namespace
 
 const CpuKernels kReferenceKernels = {"reference", copy, cast, reduce};
 
