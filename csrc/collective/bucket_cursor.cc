@@ -4,6 +4,7 @@
 #include <cstring>
 #include <string>
 
+#include "collective/stream_copy.h"
 #include "common/error.h"
 
 namespace fusewire {
@@ -44,6 +45,8 @@ void BucketCursor::assign(const Bucket& bucket, DataType wire, double factor, Re
   factor_ = factor;
   identity_ = identity;
   direct_ = wire == bucket.dtype && factor == 1.0;
+  streams_ = static_cast<size_t>(bucket.elements) * wire_bytes_ >= kStreamBytes;
+  reads_inputs_ = true;
   for (const Segment& segment : bucket.segments) {
     const int64_t count = segment.input.numel();
     if (count != segment.output.numel()) contradiction("input and output of a tensor differ in size");
@@ -83,7 +86,8 @@ void BucketCursor::scatter_piece(const Piece& piece, const std::byte* staging) c
   const TensorView& view = piece.segment->output;
   if (view.data == nullptr) return;
   if (wire_ == dtype_ && piece.out != nullptr) {
-    copy_bytes(piece.out, staging, static_cast<size_t>(piece.count) * wire_bytes_);
+    const size_t bytes = static_cast<size_t>(piece.count) * wire_bytes_;
+    piece.stream ? stream_copy(piece.out, staging, bytes) : copy_bytes(piece.out, staging, bytes);
   } else {
     unpack(staging, wire_, view, piece.offset, piece.count);
   }

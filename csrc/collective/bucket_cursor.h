@@ -21,11 +21,15 @@ class BucketCursor {
     const std::byte* in;  // where the input's elements lie when they are in order without gaps, else null
     std::byte* out;       // the same of the output
     const Segment* segment;
+    bool stream;  // the output is best written by stream_copy()
   };
 
   // Describes `bucket`, which must outlive the next call. `wire` is the type in staging, `factor` and `identity` as in
   // pack() and fill_identity(). Throws Error(kInternal) where the bucket contradicts itself.
   void assign(const Bucket& bucket, DataType wire, double factor, ReduceOp identity);
+
+  // Whether inputs are read here, so that an output that is its own input is in the cache when it is written.
+  void set_reads_inputs(bool reads) { reads_inputs_ = reads; }
 
   int64_t elements() const { return elements_; }
   size_t wire_bytes() const { return wire_bytes_; }
@@ -72,6 +76,8 @@ class BucketCursor {
   double factor_ = 1.0;
   ReduceOp identity_ = ReduceOp::kSum;
   bool direct_ = true;
+  bool streams_ = false;
+  bool reads_inputs_ = true;
 };
 
 template <typename Visit>
@@ -82,8 +88,10 @@ void BucketCursor::for_each(int64_t begin, int64_t end, Visit&& visit) {
     const int64_t offset = begin - entry.begin;
     const int64_t count = (entry.count - offset < end - begin) ? entry.count - offset : end - begin;
     const size_t bytes = static_cast<size_t>(offset) * wire_bytes_;
-    visit(Piece{begin, count, offset, entry.in != nullptr ? entry.in + bytes : nullptr,
-                entry.out != nullptr ? entry.out + bytes : nullptr, entry.segment});
+    visit(Piece{
+        begin, count, offset, entry.in != nullptr ? entry.in + bytes : nullptr,
+        entry.out != nullptr ? entry.out + bytes : nullptr, entry.segment,
+        streams_ && entry.out != nullptr && count >= direct_elements_ && (entry.out != entry.in || !reads_inputs_)});
     begin += count;
     hint_ = i;
   }

@@ -13,36 +13,21 @@ namespace fusewire {
 namespace {
 
 constexpr size_t kMinChunk = 1024;
+constexpr size_t kMinSlice = 32 << 10;
 
 // Buckets of up to `bytes` (in their wire type) go through chunks of `chunk` bytes; 0 means all at once.
 struct Row {
   size_t bytes;
   size_t chunk;
 };
-using Table = std::array<Row, 5>;
+using Table = std::array<Row, 3>;
 
-// A chunk's slots and the user memory they come from should stay in a core's L2 cache, and a bucket should have enough
-// chunks to overlap them.
-constexpr Table kSpinning = {{
-    {4 << 10, 0},
-    {128 << 10, 64 << 10},
-    {1 << 20, 128 << 10},
-    {4 << 20, 128 << 10},
-    {SIZE_MAX, 256 << 10},
-}};
+// A chunk's slots and the user memory they come from should stay in a core's L2 cache, and a bucket should have a few
+// chunks to overlap.
+constexpr Table kSpinning = {{{1 << 10, 0}, {128 << 10, 64 << 10}, {SIZE_MAX, 128 << 10}}};
 
-// Where ranks outnumber cores every hand-over is a context switch: few, large chunks.
-constexpr Table kCrowded = {{
-    {16 << 10, 0},
-    {256 << 10, 256 << 10},
-    {1 << 20, 512 << 10},
-    {4 << 20, 1 << 20},
-    {SIZE_MAX, 1 << 20},
-}};
-
-size_t look_up(const Table& table, size_t bytes) {
-  return std::find_if(table.begin(), table.end(), [&](const Row& row) { return bytes <= row.bytes; })->chunk;
-}
+// Where ranks outnumber cores every hand-over is a context switch: fewer, larger chunks.
+constexpr Table kCrowded = {{{16 << 10, 0}, {256 << 10, 256 << 10}, {SIZE_MAX, 256 << 10}}};
 
 struct Plan {
   DataType wire;
@@ -136,9 +121,13 @@ class ShmBackend final : public Backend {
     }
   }
 
+  // 0: all at once. With more ranks a chunk grows, so that what a rank owns of it stays worth a hand-over. A chunk size
+  // that the user asks for is kept, also by what goes at once.
   size_t chunk_for(size_t bytes) const {
-    const size_t chunk = look_up(*table_, bytes);
-    return chunk == 0 || chunk_bytes_ == 0 ? chunk : std::max(chunk_bytes_, kMinChunk);
+    const auto row = std::find_if(table_->begin(), table_->end(), [&](const Row& r) { return bytes <= r.bytes; });
+    if (chunk_bytes_ != 0) return row->chunk == 0 && bytes <= chunk_bytes_ ? 0 : std::max(chunk_bytes_, kMinChunk);
+    if (row->chunk == 0) return 0;
+    return std::min(std::max(row->chunk, kMinSlice * static_cast<size_t>(options_.size)), kShmMaxChunk);
   }
 
   void allreduce(const Bucket& bucket) {
@@ -156,6 +145,7 @@ class ShmBackend final : public Backend {
 
   void broadcast(const Bucket& bucket) {
     context_.cursor.assign(bucket, bucket.dtype, 1.0, ReduceOp::kSum);
+    context_.cursor.set_reads_inputs(options_.rank == bucket.root);
     const size_t bytes = static_cast<size_t>(bucket.elements) * context_.cursor.wire_bytes();
     const size_t chunk = chunk_for(bytes);
     shm_broadcast(context_, bucket.root, chunk == 0 ? kShmMaxChunk : chunk);

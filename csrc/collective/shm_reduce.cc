@@ -1,5 +1,7 @@
 #include "collective/shm_reduce.h"
 
+#include "collective/stream_copy.h"
+
 namespace fusewire {
 namespace {
 
@@ -39,9 +41,12 @@ struct Range {
   void in_place(const BucketCursor::Piece& piece) const {
     ReduceArgs call = args(piece.begin, piece.count);
     context.sources[static_cast<size_t>(context.rank)] = piece.in;
-    call.destination = piece.out;
-    call.second = publish_results ? results + bytes_to(piece.begin) : nullptr;
+    std::byte* const shared = results + bytes_to(piece.begin);
+    const bool stream = piece.stream && publish_results;
+    call.destination = stream ? shared : piece.out;
+    call.second = publish_results && !stream ? shared : nullptr;
     cpu_kernels().reduce(call);
+    if (stream) stream_copy(piece.out, shared, call.count * context.cursor.wire_bytes());
   }
 };
 
