@@ -2,7 +2,6 @@
 // ranks say and what time it is; take out what all ranks must do. 4,096 ranks can be simulated in one test.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
 #include <memory>
 #include <optional>
@@ -11,10 +10,9 @@
 
 #include "common/config.h"
 #include "control/message.h"
+#include "control/time_point.h"
 
 namespace fusewire {
-
-using TimePoint = std::chrono::steady_clock::time_point;
 
 class Coordinator {
  public:
@@ -25,8 +23,11 @@ class Coordinator {
 
   void receive(int rank, RequestList&& message, TimePoint now);
 
-  // A rank said goodbye (`clean`) or its connection broke. Clean and nothing pending: nobody is disturbed, but what
-  // needs that rank from now on fails with PeerLostError carrying `reason`. Otherwise the job has failed.
+  // A rank said goodbye (`clean`: with nothing pending, its part of every bucket it was told to run is done) or its
+  // connection broke. Nobody is disturbed while nobody waits: the first to submit something that needs the rank
+  // (anything at all, if it broke off) raises PeerLostError with `reason` on all ranks. If somebody waits for it
+  // already (or for anything at all, or a bucket is running, if it broke off), that is at once. What only the leaving
+  // rank had submitted is forgotten. Hand in what it had still sent before.
   void leave(int rank, bool clean, const std::string& reason, TimePoint now);
 
   // Reports of stalled units, and the abort when their time is over. Call when next_deadline() has passed.

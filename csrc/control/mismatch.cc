@@ -67,7 +67,7 @@ std::string describe_mismatch(const Unit& unit) {
   const Opinions opinions = opinions_of(unit);
   const UnitSpec& reference = unit.proposed->spec;
   const auto sentence = [](const std::string& what, const std::string& field, const std::string& values) {
-    return what + ": " + field + " differs: " + values;
+    return what + ": " + field + " differs: " + values + "; what has one name must be the same on all ranks";
   };
 
   const std::array<std::pair<const char*, Reader>, 7> fields = {{

@@ -7,7 +7,7 @@
 
 namespace fusewire {
 
-// "allreduce 'x': shape differs: rank 0 has [2, 3], ranks 1, 2 have [3, 2]; ...". `unit` has dissents.
+// "allreduce 'x': shape differs: rank 0 has [2, 3], ranks 1, 2 have [3, 2]; what to do". `unit` has dissents.
 std::string describe_mismatch(const Unit& unit);
 
 // "allreduce 'x'", "allreduce 'x' in process set 2".

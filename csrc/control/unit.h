@@ -1,20 +1,20 @@
 // The root's record of one unit, alive while the unit is cached, awaited, or on its way out.
 #pragma once
 
-#include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <string>
+#include <string_view>
 #include <unordered_map>
 #include <vector>
 
 #include "control/intrusive_list.h"
 #include "control/message.h"
 #include "control/process_set_table.h"
+#include "control/time_point.h"
 
 namespace fusewire {
-
-using TimePoint = std::chrono::steady_clock::time_point;
 
 // Units with equal keys (and process set) may share a bucket.
 struct FuseKey {

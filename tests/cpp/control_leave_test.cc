@@ -145,6 +145,19 @@ TEST(ControlLeaveSets, ACrashDuringABucketFailsTheJob) {
   for (const int rank : {0, 2}) expect_lost(job, rank, 1, "killed?", "rank 1");
 }
 
+TEST(ControlFailure, OneRanksFailureIsEverybodysError) {
+  Simulation job(3, Config{});
+  job.submit(0, make_unit("x"));
+  job[1].participant->report_failure({0, "", ErrorCode::kCollective, 1, "the data plane of rank 1 failed"});
+  job.run();
+  for (int rank = 0; rank < 3; ++rank) {
+    ASSERT_TRUE(job[rank].fatal);
+    EXPECT_EQ(job[rank].fatal->code, ErrorCode::kCollective);
+    EXPECT_EQ(job[rank].fatal->rank, 1);
+    EXPECT_EQ(job[rank].fatal->message, "the data plane of rank 1 failed");
+  }
+}
+
 // The usual end of a job: all have run the last bucket, and one is gone before the root hears that it is complete.
 TEST(ControlLeaveSets, ACleanLeaveAfterTheLastBucketIsQuiet) {
   Simulation job(3, Config{});

@@ -22,7 +22,7 @@
 
 namespace fusewire {
 
-// "t3". (g++ 12 warns falsely about a literal + std::to_string.)
+// "t3"
 template <typename Integer>
 std::string numbered(std::string stem, Integer number) {
   return stem.append(std::to_string(number));

@@ -41,6 +41,7 @@ RequestList full_requests() {
   Request& request = message.requests.emplace_back();
   request.spec = std::make_unique<UnitSpec>(full_spec());
   request.absent = {true, false};
+  message.failure = ResponseError{1, "", ErrorCode::kCollective, 3, "the data plane of rank 3 failed"};
   return message;
 }
 
@@ -60,6 +61,14 @@ ResponseList full_responses() {
   return message;
 }
 
+void expect_equal(const ResponseError& a, const ResponseError& b) {
+  EXPECT_EQ(a.process_set, b.process_set);
+  EXPECT_EQ(a.name, b.name);
+  EXPECT_EQ(a.code, b.code);
+  EXPECT_EQ(a.rank, b.rank);
+  EXPECT_EQ(a.message, b.message);
+}
+
 void expect_equal(const RequestList& a, const RequestList& b) {
   EXPECT_EQ(a.acked, b.acked);
   EXPECT_EQ(a.completed, b.completed);
@@ -72,14 +81,8 @@ void expect_equal(const RequestList& a, const RequestList& b) {
       EXPECT_EQ(*a.requests[i].spec, *b.requests[i].spec);
     }
   }
-}
-
-void expect_equal(const ResponseError& a, const ResponseError& b) {
-  EXPECT_EQ(a.process_set, b.process_set);
-  EXPECT_EQ(a.name, b.name);
-  EXPECT_EQ(a.code, b.code);
-  EXPECT_EQ(a.rank, b.rank);
-  EXPECT_EQ(a.message, b.message);
+  ASSERT_EQ(a.failure.has_value(), b.failure.has_value());
+  if (a.failure) expect_equal(*a.failure, *b.failure);
 }
 
 TEST(Wire, RequestsRoundTrip) {
@@ -208,8 +211,8 @@ Bytes frame_of(std::initializer_list<int> values) {
 }
 
 TEST(Wire, HostileCounts) {
-  EXPECT_TRUE(accepts_any(frame_of({'Q', 0, 0, 0})));
-  EXPECT_FALSE(accepts_any(frame_of({'Q', 0, 0, 1})));
+  EXPECT_TRUE(accepts_any(frame_of({'Q', 0, 0, 0, 0})));
+  EXPECT_FALSE(accepts_any(frame_of({'Q', 0, 0, 2, 0, 0})));
   // 2^63 completions, requests, absent bits.
   const std::initializer_list<int> huge = {0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0xff, 0x7f};
   for (const auto& prefix : {frame_of({'Q', 0}), frame_of({'Q', 0, 0}), frame_of({'Q', 0, 0, 1, 2}), frame_of({'R', 0}),
@@ -222,11 +225,11 @@ TEST(Wire, HostileCounts) {
   // A string that is longer than what follows its length by just the length's own byte.
   EXPECT_FALSE(accepts_any(frame_of({'R', 0, 0, 0, 1, 0, 5, 'n', 'a', 'm', 'e'})));
   // A number of more than 64 bits.
-  EXPECT_FALSE(accepts_any(frame_of({'Q', 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 2, 0, 0})));
-  EXPECT_TRUE(accepts_any(frame_of({'Q', 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 1, 0, 0})));
+  EXPECT_FALSE(accepts_any(frame_of({'Q', 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 2, 0, 0, 0})));
+  EXPECT_TRUE(accepts_any(frame_of({'Q', 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 1, 0, 0, 0})));
   // Ids below zero and beyond the last.
-  EXPECT_TRUE(accepts_any(frame_of({'Q', 0, 0, 1, 0})));
-  EXPECT_FALSE(accepts_any(frame_of({'Q', 0, 0, 1, 4})));
+  EXPECT_TRUE(accepts_any(frame_of({'Q', 0, 0, 1, 0, 0})));
+  EXPECT_FALSE(accepts_any(frame_of({'Q', 0, 0, 1, 4, 0})));
   EXPECT_FALSE(accepts_any(frame_of({'R', 0, 1, 0xff, 0xff, 0xff, 0xff, 0x1f, 0, 0, 0})));
 }
 
