@@ -9,8 +9,11 @@
 It keeps Horovod's public names: `import fusewire as hvd` runs a Horovod script.
 """
 
-import torch  # noqa: F401  the extension links against the libraries that this loads
+from . import _build
 
+_build.check()  # also imports torch, whose libraries the extension needs
+
+from ._run import run
 from ._state import (
     cross_rank,
     cross_size,
@@ -62,4 +65,4 @@ from .ops import (
 )
 from .process_sets import ProcessSet, add_process_set, global_process_set
 
-__all__ = [name for name in dir() if not name.startswith("_") and name != "torch"]
+__all__ = [name for name in dir() if not name.startswith("_")]
