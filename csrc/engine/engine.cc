@@ -278,9 +278,12 @@ void Engine::Impl::shutdown(bool clean, const std::string& reason) {
     if (seat_.state() != SeatState::kIdle && seat_.state() != SeatState::kWoken) completion_.sleep(ticket);
     completion_.end_wait();
   }
+  // A clean goodbye promises that nobody waits for this rank. What it has announced may have been answered by now, and
+  // then the others are about to run it.
+  const bool pending = progress_.pending() > 0;
   progress_.close(error);
   completion_.notify();
-  endpoint_->goodbye(clean, reason);
+  endpoint_->goodbye(clean && !pending, pending ? reason + " (while operations were pending)" : reason);
   closed_.store(true, std::memory_order_seq_cst);
   seat_.leave();
   seat_.ring();

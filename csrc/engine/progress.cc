@@ -164,11 +164,13 @@ bool Progress::take_departures(Clock::time_point now) {
     taken.swap(departures_);
     has_departures_.store(false, std::memory_order_seq_cst);
   }
+  // What a rank had said before it left counts, so it is read first; follow() does the same for rank 0's last words.
+  if (coordinator_) lead(now);
   for (const Departure& departure : taken) {
     if (coordinator_) {
       coordinator_->leave(departure.rank, departure.clean, departure.reason, now);
     } else {
-      root_left_ = departure;  // follow() acts on it after it has read what rank 0 had still sent
+      root_left_ = departure;
     }
   }
   return true;
