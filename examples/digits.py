@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 import fusewire
 
-EPOCHS = 25
+EPOCHS = 15
 BATCH = 32  # per rank
 LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
@@ -31,6 +31,21 @@ def load() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     labels = torch.tensor(digits.target)[order]
     held_out = len(labels) // 5
     return inputs[held_out:], labels[held_out:], inputs[:held_out], labels[:held_out]
+
+
+def make_model() -> nn.Module:
+    return nn.Sequential(
+        nn.Unflatten(1, (1, 8, 8)),
+        nn.Conv2d(1, 16, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(16, 32, 3, padding=1),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Flatten(),
+        nn.Linear(512, 64),
+        nn.ReLU(),
+        nn.Linear(64, 10),
+    )
 
 
 def checksum(model: nn.Module) -> str:
@@ -51,7 +66,7 @@ def train() -> tuple[float, str]:
     inputs, labels = train_inputs[mine], train_labels[mine]
 
     torch.manual_seed(rank)  # different on purpose: broadcast_parameters makes all ranks start equal
-    model = nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 64), nn.ReLU(), nn.Linear(64, 10))
+    model = make_model()
     fusewire.broadcast_parameters(model.state_dict(), root_rank=0)  # 3. everybody starts from rank 0's weights
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
     optimizer = fusewire.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())  # 4. average

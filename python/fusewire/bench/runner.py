@@ -159,11 +159,10 @@ class Runner:
         entrants = self._entrants(case, result)
         for group in set(entrants.values()):
             group.call("load", case)
-        plans: dict[Contender, tuple[int, int]] = {}
         for contender, group in entrants.items():
             watcher.progress(case, 0, f"checking {contender.label}")
             self._check(case, contender, group)
-            plans[contender] = self._plan(case, contender, group)
+        plans = {contender: self._plan(case, contender, group) for contender, group in entrants.items()}
         samples = self._rounds(case, entrants, plans, watcher)
         for contender in entrants:
             result.measurements.append(Measurement(contender, samples[contender], plans[contender][1]))
