@@ -98,7 +98,7 @@ TEST_P(ReduceTable, EqualsReferenceAtEveryOffset) {
 }
 
 TEST_P(ReduceTable, EqualsReferenceAtEveryTail) {
-  for (size_t count = 0; count < 300; ++count) {
+  for (size_t count = 0; count < 140; ++count) {
     ASSERT_NO_FATAL_FAILURE(compare(2, count, size_of(GetParam().dtype), Flavour::kOrdinary));
   }
 }
