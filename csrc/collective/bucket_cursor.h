@@ -28,7 +28,8 @@ class BucketCursor {
   // pack() and fill_identity(). Throws Error(kInternal) where the bucket contradicts itself.
   void assign(const Bucket& bucket, DataType wire, double factor, ReduceOp identity);
 
-  // Whether inputs are read here, so that an output that is its own input is in the cache when it is written.
+  // Whether this rank reads its inputs (assign() says yes), so that an output that is its own input is in the cache
+  // when it is written.
   void set_reads_inputs(bool reads) { reads_inputs_ = reads; }
 
   int64_t elements() const { return elements_; }

@@ -202,21 +202,22 @@ TEST_P(ShmAllreduce, LargeBuckets) {
   run_both_ways(cases, {});
 }
 
+#if !defined(__SANITIZE_THREAD__)  // which does not see such stores, so they are compiled out for it
 // Large enough that outputs which are not inputs are written around the caches.
 TEST(ShmAllreduceStreaming, OutOfPlaceAndBroadcast) {
   std::vector<Case> cases;
-  for (uint64_t seed = 1; seed <= 6; ++seed) {
+  for (uint64_t seed = 1; seed <= 4; ++seed) {
     Case c;
-    c.dtype = c.wire = seed % 2 == 0 ? DataType::kFloat32 : DataType::kUInt8;
-    c.kind = seed > 4 ? OpKind::kBroadcast : OpKind::kAllreduce;
-    c.root = 1;
-    c.shapes.assign(9, {static_cast<int64_t>(1'000'003 / size_of(c.dtype))});
-    c.mixed = true;
+    c.kind = seed > 2 ? OpKind::kBroadcast : OpKind::kAllreduce;
+    c.root = static_cast<int>(seed % 2);
+    c.shapes.assign(9, {250'001});  // odd, so that tensors start anywhere in a line
+    c.out_of_place = true;
     c.seed = seed;
     cases.push_back(c);
   }
   run_both_ways(cases, {});
 }
+#endif
 
 // The bits of an element do not depend on what it was fused with, nor on the algorithm or the chunk.
 TEST(ShmAllreduceDeterminism, FusionAndChunksDoNotShow) {
