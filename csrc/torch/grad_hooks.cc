@@ -49,8 +49,10 @@ struct PostHook final : torch::autograd::FunctionPostHook {
 // Note [The end of a backward]
 // autograd calls back when a graph task ends, but a re-entrant backward (checkpointing) is a graph task of its own
 // inside a node of the outer one. So: the first hook of a task queues one callback on it. When the callback finds a
-// node being evaluated on its thread, its task was an inner one, and everybody who had joined it joins the outer task,
-// which autograd has made current again by then. Otherwise the pass has ended.
+// node being evaluated on its thread, its task was an inner one, and everybody who had joined it has to join the outer
+// task. autograd does not let anybody reach that task from here, nor does it look at hooks that a node gets while it is
+// being evaluated. But the nodes that follow it in the outer graph are evaluated later, in the outer task: a hook on
+// one of them joins. When the callback finds no node, the pass has ended.
 //
 // Several listeners (optimizers) may share a pass, and ranks may meet them in different order. If each one waited for
 // its own tensors before the next one submitted any, two ranks could wait for each other for ever: hence two rounds,
@@ -99,6 +101,38 @@ class Watch {
   std::vector<std::weak_ptr<BackwardListener>> listeners_;
 };
 
+// Sits on a node of an outer graph, which may live for many passes, and joins the task that evaluates it.
+struct Rejoin final : torch::autograd::FunctionPreHook {
+  variable_list operator()(const variable_list& gradients) override {
+    for (const auto& listener : std::exchange(listeners, {})) {
+      if (const auto target = listener.lock()) join_backward(target);
+    }
+    return gradients;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+
+  std::vector<std::weak_ptr<BackwardListener>> listeners;
+};
+
+// False when nothing follows `node`.
+bool rejoin_after(const torch::autograd::Node& node, const std::vector<std::shared_ptr<BackwardListener>>& listeners) {
+  for (const torch::autograd::Edge& edge : node.next_edges()) {
+    if (!edge.is_valid()) continue;
+    Rejoin* rejoin = nullptr;
+    for (const auto& hook : edge.function->pre_hooks()) {
+      if (rejoin == nullptr) rejoin = dynamic_cast<Rejoin*>(hook.get());
+    }
+    if (rejoin == nullptr) {
+      auto made = std::make_unique<Rejoin>();
+      rejoin = made.get();
+      edge.function->add_pre_hook(std::move(made));
+    }
+    for (const auto& listener : listeners) rejoin->listeners.emplace_back(listener);
+    return true;
+  }
+  return false;
+}
+
 void ended(int task, const std::shared_ptr<Watch>& watch) {
   std::vector<std::weak_ptr<BackwardListener>> weak;
   {
@@ -111,10 +145,7 @@ void ended(int task, const std::shared_ptr<Watch>& watch) {
   for (const auto& listener : weak) {
     if (auto target = listener.lock()) listeners.push_back(std::move(target));
   }
-  if (torch::autograd::get_current_node()) {
-    for (const auto& listener : listeners) join_backward(listener);
-    return;
-  }
+  if (const auto node = torch::autograd::get_current_node(); node && rejoin_after(*node, listeners)) return;
   std::exception_ptr first;
   const auto attempt = [&first](auto&& call) {
     try {

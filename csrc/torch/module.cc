@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "common/types.h"
+#include "kernels/kernels.h"
 #include "torch/bind_hooks.h"
 #include "torch/bind_ops.h"
 #include "torch/handle_object.h"
@@ -29,6 +30,7 @@ void register_codes(py::module_& module) {
 PYBIND11_MODULE(_core, module) {
   using namespace fusewire::binding;
   module.doc() = "The C++ part of Fusewire. Use the functions of the package fusewire instead.";
+  module.def("isa", [] { return std::string(fusewire::cpu_kernels().isa); }, "The instruction set of the CPU kernels.");
   register_errors(module);
   register_codes(module);
   register_engine(module);

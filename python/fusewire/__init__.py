@@ -9,24 +9,17 @@
 It keeps Horovod's public names: `import fusewire as hvd` runs a Horovod script.
 """
 
+
+
 from . import _build
 
-_build.check()  # also imports torch, whose libraries the extension needs
+_build.check()  # imports torch, whose libraries the extension needs; says what to do if it was built for another one
 
 from ._run import run
-from ._state import (
-    cross_rank,
-    cross_size,
-    init,
-    is_initialized,
-    local_rank,
-    local_size,
-    rank,
-    shutdown,
-    size,
-)
+from ._state import cross_rank, cross_size, init, is_initialized, local_rank, local_size, rank, shutdown, size
 from ._version import __version__
-from .compression import Compression
+from .averaging import PeriodicModelAverager
+from .compression import Compression, Compressor
 from .errors import (
     CollectiveError,
     DuplicateNameError,
@@ -38,6 +31,7 @@ from .errors import (
     StalledError,
     TensorMismatchError,
 )
+from .functions import broadcast_object, broadcast_optimizer_state, broadcast_parameters
 from .ops import (
     Adasum,
     Average,
@@ -63,6 +57,61 @@ from .ops import (
     poll,
     synchronize,
 )
+from .optimizer import DistributedOptimizer
 from .process_sets import ProcessSet, add_process_set, global_process_set
 
-__all__ = [name for name in dir() if not name.startswith("_")]
+__all__ = [
+    "Adasum",
+    "Average",
+    "CollectiveError",
+    "Compression",
+    "Compressor",
+    "DistributedOptimizer",
+    "DuplicateNameError",
+    "FusewireError",
+    "Handle",
+    "HorovodInternalError",
+    "Max",
+    "Min",
+    "NotInitializedError",
+    "PeerLostError",
+    "PeriodicModelAverager",
+    "ProcessSet",
+    "Product",
+    "ReduceOp",
+    "ShutdownError",
+    "StalledError",
+    "Sum",
+    "TensorMismatchError",
+    "__version__",
+    "add_process_set",
+    "allreduce",
+    "allreduce_",
+    "allreduce_async",
+    "allreduce_async_",
+    "barrier",
+    "broadcast",
+    "broadcast_",
+    "broadcast_async",
+    "broadcast_async_",
+    "broadcast_object",
+    "broadcast_optimizer_state",
+    "broadcast_parameters",
+    "cross_rank",
+    "cross_size",
+    "global_process_set",
+    "grouped_allreduce",
+    "grouped_allreduce_",
+    "grouped_allreduce_async",
+    "grouped_allreduce_async_",
+    "init",
+    "is_initialized",
+    "local_rank",
+    "local_size",
+    "poll",
+    "rank",
+    "run",
+    "shutdown",
+    "size",
+    "synchronize",
+]

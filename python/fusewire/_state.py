@@ -40,7 +40,8 @@ def init(process_sets: Iterable[ProcessSet | list[int]] | None = None, **knobs: 
     Raises ValueError for a bad variable or knob, PeerLostError naming the ranks that did not come.
     """
     global _engine, _place, _pid, _failure, _thread_failure
-    from . import _rendezvous, process_sets as sets
+    from . import _rendezvous
+    from . import process_sets as sets
 
     with _lock:
         if is_initialized():

@@ -82,6 +82,7 @@ def wire_of(compression: Any) -> tuple[bool, int | None]:
         return True, _WIRES[compression]
     if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
         raise TypeError(
-            f"compression must be Compression.none, .fp16, .bf16, or have compress() and decompress(), got {compression!r}"
+            "compression must be Compression.none, .fp16, .bf16, or have compress() and decompress(), "
+            f"got {compression!r}"
         )
     return False, None

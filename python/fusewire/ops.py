@@ -68,14 +68,22 @@ def allreduce(
         prescale_factor: multiplies the values before they are combined.
         postscale_factor: multiplies the result.
     """
-    if compression is not Compression.none or (
-        getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()
-    ):
+    if compression is not Compression.none or (getattr(tensor, "requires_grad", False) and torch.is_grad_enabled()):
         return _rich_allreduce(
             tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set, engine
         )
     return _core.allreduce(
-        engine, tensor, False, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, True
+        engine,
+        tensor,
+        False,
+        average,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set.process_set_id,
+        name,
+        None,
+        True,
     )
 
 
@@ -92,7 +100,17 @@ def allreduce_async(
 ) -> Handle:
     """As `allreduce`, but returns a Handle at once. Not differentiable. Do not write to `tensor` before it is done."""
     return _core.allreduce(
-        engine, tensor, False, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, False
+        engine,
+        tensor,
+        False,
+        average,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set.process_set_id,
+        name,
+        None,
+        False,
     )
 
 
@@ -109,7 +127,17 @@ def allreduce_(
 ) -> torch.Tensor:
     """As `allreduce`, in place: `tensor` keeps its memory and strides. ValueError if its elements share memory."""
     return _core.allreduce(
-        engine, tensor, True, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, True
+        engine,
+        tensor,
+        True,
+        average,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set.process_set_id,
+        name,
+        None,
+        True,
     )
 
 
@@ -126,7 +154,17 @@ def allreduce_async_(
 ) -> Handle:
     """As `allreduce_`, but returns a Handle at once. Do not touch `tensor` before it is done."""
     return _core.allreduce(
-        engine, tensor, True, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, False
+        engine,
+        tensor,
+        True,
+        average,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set.process_set_id,
+        name,
+        None,
+        False,
     )
 
 
@@ -151,7 +189,17 @@ def grouped_allreduce(
             tensors, average, name, compression, op, prescale_factor, postscale_factor, process_set, engine
         )
     return _core.allreduce(
-        engine, tensors, False, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, True
+        engine,
+        tensors,
+        False,
+        average,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set.process_set_id,
+        name,
+        None,
+        True,
     )
 
 
@@ -168,7 +216,17 @@ def grouped_allreduce_async(
 ) -> Handle:
     """As `grouped_allreduce`, but returns a Handle at once. Not differentiable."""
     return _core.allreduce(
-        engine, list(tensors), False, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, False
+        engine,
+        list(tensors),
+        False,
+        average,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set.process_set_id,
+        name,
+        None,
+        False,
     )
 
 
@@ -185,7 +243,17 @@ def grouped_allreduce_(
 ) -> list[torch.Tensor]:
     """As `grouped_allreduce`, in place."""
     return _core.allreduce(
-        engine, list(tensors), True, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, True
+        engine,
+        list(tensors),
+        True,
+        average,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set.process_set_id,
+        name,
+        None,
+        True,
     )
 
 
@@ -202,7 +270,17 @@ def grouped_allreduce_async_(
 ) -> Handle:
     """As `grouped_allreduce_`, but returns a Handle at once."""
     return _core.allreduce(
-        engine, list(tensors), True, average, op, prescale_factor, postscale_factor, process_set.process_set_id, name, None, False
+        engine,
+        list(tensors),
+        True,
+        average,
+        op,
+        prescale_factor,
+        postscale_factor,
+        process_set.process_set_id,
+        name,
+        None,
+        False,
     )
 
 
@@ -276,9 +354,7 @@ def _rich_allreduce(tensor, average, name, compression, op, prescale, postscale,
     native, wire = wire_of(compression)
     if not native:
         small, ctx = compression.compress(tensor)
-        reduced = allreduce(
-            small, average, name, Compression.none, op, prescale, postscale, process_set, engine=engine
-        )
+        reduced = allreduce(small, average, name, Compression.none, op, prescale, postscale, process_set, engine=engine)
         return compression.decompress(reduced, ctx)
     options = (average, op, prescale, postscale, process_set, name, wire, engine)
     return _Allreduce.apply(options, tensor)
@@ -289,7 +365,15 @@ def _rich_grouped_allreduce(tensors, average, name, compression, op, prescale, p
     if not native:
         pairs = [compression.compress(tensor) for tensor in tensors]
         reduced = grouped_allreduce(
-            [small for small, _ in pairs], average, name, Compression.none, op, prescale, postscale, process_set, engine=engine
+            [small for small, _ in pairs],
+            average,
+            name,
+            Compression.none,
+            op,
+            prescale,
+            postscale,
+            process_set,
+            engine=engine,
         )
         return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]
     options = (average, op, prescale, postscale, process_set, name, wire, engine)

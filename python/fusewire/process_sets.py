@@ -25,12 +25,17 @@ class ProcessSet:
             raise ValueError(f"a process set needs distinct ranks, all >= 0, at least one; got {chosen}")
         self._ranks: list[int] | None = sorted(chosen)
         self.process_set_id = None
-        self._generation = 0
 
     @property
     def ranks(self) -> list[int]:
         """The members' global ranks, sorted."""
         return list(range(_state.size())) if self._ranks is None else list(self._ranks)
+
+    def registered_id(self) -> int:
+        """`process_set_id`; ValueError while it has none."""
+        if self.process_set_id is None:
+            raise ValueError(f"{self} is not registered; pass it to init() or add_process_set() first")
+        return self.process_set_id
 
     def size(self) -> int:
         """How many members there are."""
@@ -99,3 +104,14 @@ def _forget_all() -> None:
     for process_set in _registered:
         process_set.process_set_id = None
     _registered.clear()
+
+
+def registered_with(ranks: Iterable[int]) -> ProcessSet:
+    """The registered set of exactly these ranks. ValueError when there is none."""
+    wanted = sorted(ranks)
+    for process_set in [global_process_set, *_registered]:
+        if process_set.ranks == wanted:
+            return process_set
+    raise ValueError(
+        f"ranks {wanted} are no registered process set; call add_process_set({wanted}) on every rank first"
+    )
