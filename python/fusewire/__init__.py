@@ -9,8 +9,6 @@
 It keeps Horovod's public names: `import fusewire as hvd` runs a Horovod script.
 """
 
-
-
 from . import _build
 
 _build.check()  # imports torch, whose libraries the extension needs; says what to do if it was built for another one
