@@ -56,6 +56,7 @@ void GradReducer::add(const std::vector<std::string>& names, const std::vector<a
       if (slot.parameter.requires_grad()) slot.hook.attach(slot.parameter, weak_from_this(), slots_.size() - 1);
       slot.present = missed && slot.parameter.grad().defined();
     }
+    if (missed) final_ = false;
   }
   for (size_t i = 0; i < parameters.size(); ++i) Owners::take(parameters[i], shared_from_this(), first + i);
 }
