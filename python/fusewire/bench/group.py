@@ -103,8 +103,8 @@ class Group:
         waiting: dict[Any, int] = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + ANSWER_SECONDS
         while waiting and time.monotonic() < deadline:
-            for connection in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
-                rank = waiting.pop(connection)
+            for ready in wait(list(waiting), timeout=max(0.0, deadline - time.monotonic())):
+                rank = waiting.pop(ready)
                 try:
                     ok, result = self._connections[rank].recv()
                 except (EOFError, ConnectionError):
