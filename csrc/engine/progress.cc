@@ -222,14 +222,21 @@ void Progress::fail_pending(const SharedError& error) {
 
 void Progress::fail(const SharedError& error) {
   completion_.fail(error);
-  const SharedError first = completion_.failure();
   planes_.abort(PlaneTable::kEverySet);
-  fail_pending(first);
-  executor_.fail_all(first);
+  fail_everything();
 }
 
+void Progress::fail_everything() {
+  const SharedError failure = completion_.failure();
+  fail_pending(failure);
+  executor_.fail_all(failure);
+}
+
+// Aborts no data plane: the peers may still be copying the results of the last bucket home, which needs nothing from
+// this rank any more.
 void Progress::close(const SharedError& error) {
-  fail(error);
+  completion_.fail(error);
+  fail_everything();
   take_submissions(Clock::now());
 }
 

@@ -60,6 +60,7 @@ class Progress {
   void check_trouble(Clock::time_point now);
   std::optional<Clock::time_point> deadline();
   void fail(const SharedError& error);
+  void fail_everything();
   void fail_unit(InFlight unit, const SharedError& error);
   void fail_pending(const SharedError& error);
 

@@ -238,6 +238,20 @@ TEST(Engine, PendingOperationsFailAtShutdownAndLaterOnesToo) {
   EXPECT_EQ(error_of([&] { engines[1]->submit(allreduce("y", values)); }).code(), ErrorCode::kShutdown);
 }
 
+// The others may still be copying the last results home.
+TEST(Engine, LeavingRightAfterTheLastResultDisturbsNobody) {
+  for (int round = 0; round < 40; ++round) {
+    auto engines = make_engines(3);
+    on_ranks(3, [&](int rank) {
+      auto& engine = *engines[static_cast<size_t>(rank)];
+      std::vector<float> values(300'000, 1.0F);
+      engine.wait(engine.submit(allreduce("last", values)));
+      engine.shutdown(true, "done");
+      ASSERT_EQ(values, std::vector<float>(300'000, 3.0F));
+    });
+  }
+}
+
 TEST(Engine, AWaiterIsFreedByShutdownFromAnotherThread) {
   auto engines = make_engines(2);
   std::vector<float> values(3, 1);
