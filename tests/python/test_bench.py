@@ -241,7 +241,7 @@ def test_training_bar_is_half_of_what_ddp_adds():
 def test_axis_names():
     assert [plot.size_name(n) for n in (4, 1024, 64 << 20)] == ["4 B", "1 KB", "64 MB"]
     assert [plot.rate_name(x) for x in (10, 0.1, 1e-5)] == ["10 GB/s", "100 MB/s", "10 KB/s"]
-    assert [plot.number(x) for x in (1148.2, 99.7, 4.881)] == ["1148", "100", "4.88"]
+    assert [plot.number(x) for x in (1148.2, 9.96, 4.881, -0.92)] == ["1148", "10", "4.9", "-0.92"]
 
 
 def test_example_digits_learns_and_ranks_agree():

@@ -43,7 +43,8 @@ def draw(data: dict[str, Any], path: Path) -> None:
     with pyplot.rc_context({"font.size": 10, "axes.spines.top": False, "axes.spines.right": False}):
         figure = pyplot.figure(figsize=(13.5, 7.6), layout="constrained")
         left = "allreduce" in by_section
-        grid = figure.add_gridspec(max(1, len(bars)), 2 if left and bars else 1)
+        both = left and bool(bars)
+        grid = figure.add_gridspec(max(1, len(bars)), 2 if both else 1, width_ratios=[1, 1.15] if both else [1])
         for section, draw_section in sections:
             place = grid[:, 0] if section == "allreduce" else grid[bars.index(section), 1 if left else 0]
             draw_section(figure.add_subplot(place), by_section[section])
@@ -144,8 +145,8 @@ def _bars(axes: Axes, results: list[dict[str, Any]], kinds: list[Kind], field: s
 
 
 def number(value: float) -> str:
-    """Three digits, never in powers of ten."""
-    return f"{value:.0f}" if abs(value) >= 99.5 else f"{value:.3g}"
+    """Two digits or the whole milliseconds: short enough to stand above a thin bar."""
+    return f"{value:.0f}" if abs(value) >= 9.95 else f"{value:.2g}"
 
 
 def size_name(nbytes: int) -> str:
