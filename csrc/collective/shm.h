@@ -22,6 +22,9 @@ struct ShmOptions {
 // Bytes of shared memory that a set of `size` ranks needs; all members map the same zero-filled region of that size.
 size_t shm_region_bytes(int size);
 
+// Backend::abort() for somebody who is not a member: rank 0 hears first of a rank that died.
+void shm_stop(std::byte* region, int size) noexcept;
+
 // `region` must outlive the backend. Ranks in errors and in laggards() are those inside the set. Rank 0's chunk_bytes
 // and spin decide how all ranks cut buckets.
 std::unique_ptr<Backend> make_shm_backend(std::byte* region, const ShmOptions& options);

@@ -160,6 +160,11 @@ class ShmBackend final : public Backend {
 
 }  // namespace
 
+void shm_stop(std::byte* region, int size) noexcept {
+  ShmWaiter(ShmRegion(region, size), 0, std::chrono::nanoseconds(0), std::chrono::nanoseconds(0))
+      .stop(ErrorCode::kPeerLost, -1);
+}
+
 std::unique_ptr<Backend> make_shm_backend(std::byte* region, const ShmOptions& options) {
   return std::make_unique<ShmBackend>(region, options);
 }

@@ -31,8 +31,7 @@ std::string list(const std::vector<int>& ranks) {
 [[noreturn]] void throw_stop(uint32_t word) {
   const auto code = static_cast<ErrorCode>((word & 0xff) - 1);
   const int rank = static_cast<int>(word >> 8) - 1;
-  const std::string who = rank >= 0 ? " because of rank " + std::to_string(rank) : "";
-  throw Error(code, "a shared-memory collective was stopped" + who, rank);
+  throw Error(code, "a shared-memory collective was stopped", rank);
 }
 
 }  // namespace

@@ -5,6 +5,7 @@
 
 #include <atomic>
 #include <chrono>
+#include <limits>
 #include <mutex>
 #include <optional>
 #include <thread>
@@ -53,6 +54,14 @@ ShmOptions plane_options(const Config& config, std::chrono::microseconds spin) {
   return options;
 }
 
+constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
+
+int64_t nanoseconds_at(std::optional<std::chrono::nanoseconds> from_now) {
+  if (!from_now) return kNever;
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count() +
+         from_now->count();
+}
+
 // How long shutdown() lets buckets that have begun come to their end.
 constexpr std::chrono::seconds kDrainTime{5};
 
@@ -99,11 +108,15 @@ class Engine::Impl {
  private:
   void coordinate();
   void drive(const HandleState& handle, const std::function<void()>& on_signal);
+  bool run_inline();
   bool spin(const HandleState& handle);
   void leave_seat();
   void on_departure(const Departure& departure);
 
   const uint32_t born_at_fork_ = watch_forks();
+  // When the sleeping coordinator thread will look at the stall times by itself, in steady-clock nanoseconds. A caller
+  // that leaves the seat with an earlier deadline pending wakes it, so that somebody watches the clock.
+  std::atomic<int64_t> armed_until_{kNever};
   std::atomic<bool> closing_{false};
   std::atomic<bool> closed_{false};
   std::mutex shutdown_mutex_;  // held for all of shutdown(); taken before every other lock
@@ -156,6 +169,10 @@ Handle Engine::Impl::submit(Submission submission, bool wake) {
   Handle handle = unit.handle;
   progress_.add(std::move(spec), std::move(unit));
   if (wake) seat_.ring();
+  if (closed_.load(std::memory_order_seq_cst) && seat_.take_as_caller()) {
+    progress_.close(completion_.failure());  // shutdown() came in between and has not seen it
+    seat_.leave();
+  }
   return handle;
 }
 
@@ -175,9 +192,9 @@ void Engine::Impl::wait(const HandleState& handle, const std::function<void()>& 
       interrupted = completion_.sleep(ticket);
     }
     completion_.end_wait();
+    // The driver may have left the seat to us although we do not need it any more: then the work is still there.
+    if ((interrupted || handle.done()) && has_work()) seat_.ring();
     if (interrupted && on_signal) on_signal();
-    // The driver may have left the seat to us although our handle was already done: then the work is still there.
-    if (handle.done() && has_work()) seat_.ring();
   }
 }
 
@@ -191,7 +208,7 @@ void Engine::Impl::drive(const HandleState& handle, const std::function<void()>&
     }
     if (closing_.load(std::memory_order_seq_cst)) break;
     bool worked = progress_.step();
-    worked |= executor_.run_one();  // Note [Inline buckets]
+    worked |= run_inline();
     if (worked || handle.done() || spin(handle)) continue;
 
     const auto timeout = progress_.time_to_deadline();
@@ -212,6 +229,14 @@ void Engine::Impl::drive(const HandleState& handle, const std::function<void()>&
   }
 }
 
+// Note [Inline buckets]. A driver that runs a bucket sends nothing meanwhile, so it must not run one while a peer may
+// still lack the rest of the very response that starts it: then the executor thread does.
+bool Engine::Impl::run_inline() {
+  if (!endpoint_->has_unsent()) return executor_.run_one();
+  executor_.hand_over();
+  return false;
+}
+
 // Looks for work for a short while; true when there is some.
 bool Engine::Impl::spin(const HandleState& handle) {
   if (spin_.count() == 0) return false;
@@ -226,22 +251,27 @@ bool Engine::Impl::spin(const HandleState& handle) {
 }
 
 void Engine::Impl::leave_seat() {
+  // The last bucket's completion is passed on here, so that a synchronous call need not wake the coordinator thread.
+  if (!closing_.load(std::memory_order_seq_cst)) progress_.step();
+  const int64_t deadline = nanoseconds_at(progress_.time_to_deadline());
   seat_.leave();
   completion_.notify();
-  if (has_work()) seat_.ring();
+  if (has_work() || deadline < armed_until_.load(std::memory_order_seq_cst)) seat_.ring();
 }
 
 void Engine::Impl::coordinate() {
   while (!closed_.load(std::memory_order_seq_cst)) {
     const uint32_t ticket = seat_.ticket();
     std::optional<std::chrono::nanoseconds> timeout;
+    armed_until_.store(kNever, std::memory_order_seq_cst);
     if (!closing_.load(std::memory_order_seq_cst) && seat_.take_as_coordinator()) {
       // Note [Inline buckets]
       while (!completion_.has_waiters() && !closing_.load(std::memory_order_seq_cst) &&
-             (progress_.step() || executor_.run_one_if(config_.inline_limit))) {
+             (progress_.step() || (!endpoint_->has_unsent() && executor_.run_one_if(config_.inline_limit)))) {
       }
       executor_.hand_over();
       timeout = progress_.time_to_deadline();
+      armed_until_.store(nanoseconds_at(timeout), std::memory_order_seq_cst);
       seat_.leave();
       completion_.notify();
       if (!completion_.has_waiters() && progress_.has_work()) continue;
@@ -253,8 +283,9 @@ void Engine::Impl::coordinate() {
 
 void Engine::Impl::on_departure(const Departure& departure) {
   // A bucket that runs may be waiting for memory that nobody will write any more. If nothing runs, nobody is disturbed.
-  if (!departure.clean && executor_.busy()) planes_.abort(departure.rank);
+  // The driver is told first: either it knows before it starts the next bucket, or that bucket is seen here.
   progress_.departed(departure);
+  if (!departure.clean && executor_.busy()) planes_.abort(departure.rank);
   seat_.ring();
 }
 
@@ -278,6 +309,14 @@ void Engine::Impl::shutdown(bool clean, const std::string& reason) {
     if (seat_.state() != SeatState::kIdle && seat_.state() != SeatState::kWoken) completion_.sleep(ticket);
     completion_.end_wait();
   }
+  if (clean && !completion_.failed()) {  // answered since
+    executor_.hand_over();
+    executor_.wait_until_drained(kDrainTime);
+  }
+  if (executor_.busy()) {
+    clean = false;
+    planes_.abort(PlaneTable::kEverySet);
+  }
   // A clean goodbye promises that nobody waits for this rank. What it has announced may have been answered by now, and
   // then the others are about to run it.
   const bool pending = progress_.pending() > 0;
@@ -286,7 +325,7 @@ void Engine::Impl::shutdown(bool clean, const std::string& reason) {
   endpoint_->goodbye(clean && !pending, pending ? reason + " (while operations were pending)" : reason);
   closed_.store(true, std::memory_order_seq_cst);
   seat_.leave();
-  seat_.ring();
+  seat_.alarm();  // another thread may have the seat by now; the coordinator thread must wake all the same
   completion_.notify();
   coordinator_thread_.join();
   executor_.stop();

@@ -2,6 +2,7 @@
 
 #include <limits>
 #include <string>
+#include <system_error>
 #include <utility>
 
 #include "engine/thread.h"
@@ -9,19 +10,14 @@
 namespace fusewire {
 namespace {
 
-// A wait inside a data plane ended because somebody else's progress stopped: say who, in global ranks.
+// A data plane counts ranks inside its process set; users know global ones.
 std::shared_ptr<const Error> explain(const Error& error, const Plane& plane) {
-  if (error.code() != ErrorCode::kStalled) return std::make_shared<Error>(error);
-  std::string late;
-  int rank = -1;
-  for (const int r : plane.backend->laggards()) {
-    rank = plane.ranks.at(static_cast<size_t>(r));
-    late += (late.empty() ? "" : ", ") + std::to_string(rank);
-  }
-  if (late.empty()) return std::make_shared<Error>(error);
+  if (error.rank() < 0) return std::make_shared<Error>(error);
+  const int rank = plane.ranks.at(static_cast<size_t>(error.rank()));
+  if (error.code() != ErrorCode::kStalled) return std::make_shared<Error>(error.code(), error.what(), rank);
   return std::make_shared<Error>(
       ErrorCode::kStalled,
-      "a collective that all ranks had started stopped making progress: rank " + late +
+      "a collective that all ranks had started stopped making progress: rank " + std::to_string(rank) +
           " is behind (stopped, swapping or killed?). Look at that process; FUSEWIRE_STALL_ABORT_TIME sets how long to "
           "wait.",
       rank);
@@ -114,9 +110,19 @@ void Executor::hand_over() {
     const std::lock_guard lock(mutex_);
     if (queue_.empty() || stopping_) return;
     handed_over_ = true;
-    if (!thread_.joinable()) thread_ = start_thread("fw-exec", [this] { thread_main(); });
+    if (!thread_.joinable()) {
+      try {
+        thread_ = start_thread("fw-exec", [this] { thread_main(); });
+      } catch (const std::system_error&) {
+        handed_over_ = false;  // no thread to be had: better late than never
+      }
+    }
   }
-  wake_.notify_one();
+  if (thread_.joinable()) {
+    wake_.notify_one();
+  } else {
+    run_one();
+  }
 }
 
 void Executor::thread_main() {
@@ -124,12 +130,11 @@ void Executor::thread_main() {
   for (;;) {
     wake_.wait(lock, [this] { return stopping_ || (handed_over_ && !running_ && !queue_.empty()); });
     if (stopping_) return;
+    handed_over_ = false;  // before looking: what is handed over from here on is not lost
     lock.unlock();
     while (run_one()) {
     }
     lock.lock();
-    // What is left now is either nothing or being run by a waiting caller, who goes on with the rest.
-    handed_over_ = false;
   }
 }
 

@@ -48,7 +48,17 @@ class InFlightTable {
     Slot& slot = slots_.at(token);
     slot.used = false;
     free_.push_back(static_cast<uint32_t>(token));
-    return std::move(slot.unit);
+    InFlight unit = std::move(slot.unit);
+    static_cast<void>(oldest());  // lets go of the ages that have passed
+    return unit;
+  }
+
+  std::vector<InFlight> take_all() {
+    std::vector<InFlight> all;
+    for (size_t slot = 0; slot < slots_.size(); ++slot) {
+      if (slots_[slot].used) all.push_back(take(slot));
+    }
+    return all;
   }
 
   // When the oldest unit still here was added; time_point::max() when there is none. Amortised O(1).

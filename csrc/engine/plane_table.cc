@@ -1,6 +1,7 @@
 #include "engine/plane_table.h"
 
 #include <algorithm>
+#include <optional>
 #include <string>
 #include <utility>
 
@@ -31,28 +32,35 @@ bool contains(const std::vector<int32_t>& ranks, int rank) {
 }  // namespace
 
 void PlaneTable::add(uint32_t process_set, std::vector<int32_t> ranks) {
+  // Ids are never reused, so neither is a region, and a fresh one is zero.
+  const int count = static_cast<int>(ranks.size());
+  const uint64_t offset = process_set * static_cast<uint64_t>(shm_region_bytes(endpoint_.size()));
   std::shared_ptr<Plane> plane;
+  std::optional<Foreign> foreign;
   const auto me = std::lower_bound(ranks.begin(), ranks.end(), endpoint_.rank());
   if (me != ranks.end() && *me == endpoint_.rank()) {
     ShmOptions options = options_;
     options.rank = static_cast<int>(me - ranks.begin());
-    options.size = static_cast<int>(ranks.size());
-    // Ids are never reused, so neither is a region, and a fresh one is zero.
-    const uint64_t stride = shm_region_bytes(endpoint_.size());
+    options.size = count;
     plane = std::make_shared<Plane>();
     plane->ranks = ranks;
-    plane->backend = std::make_unique<MappedBackend>(
-        endpoint_.map_shared(process_set * stride, shm_region_bytes(options.size)), options);
+    plane->backend = std::make_unique<MappedBackend>(endpoint_.map_shared(offset, shm_region_bytes(count)), options);
+  } else if (endpoint_.rank() == 0) {
+    foreign = Foreign{endpoint_.map_shared(offset, shm_region_bytes(count)), count};
   }
   const std::lock_guard lock(mutex_);
   members_[process_set] = std::move(ranks);
   if (plane) planes_[process_set] = std::move(plane);
+  if (foreign) foreign_[process_set] = std::move(*foreign);
 }
 
 void PlaneTable::remove(uint32_t process_set) {
   const std::lock_guard lock(mutex_);
   members_.erase(process_set);
-  planes_.erase(process_set);
+  const auto found = planes_.find(process_set);
+  if (found == planes_.end()) return;
+  removed_.push_back(found->second);
+  planes_.erase(found);
 }
 
 std::shared_ptr<Plane> PlaneTable::plane(uint32_t process_set) const {
@@ -75,6 +83,11 @@ void PlaneTable::abort(int rank_or_all) {
   for (const auto& [id, plane] : planes_) {
     if (rank_or_all == kEverySet || contains(plane->ranks, rank_or_all)) plane->backend->abort();
   }
+  for (const auto& removed : removed_) {
+    if (const auto plane = removed.lock()) plane->backend->abort();
+  }
+  if (rank_or_all != kEverySet) return;
+  for (const auto& [id, foreign] : foreign_) shm_stop(foreign.mapping.data, foreign.size);
 }
 
 }  // namespace fusewire

@@ -34,6 +34,14 @@ class PlaneTable {
   mutable std::mutex mutex_;
   std::map<uint32_t, std::shared_ptr<Plane>> planes_;
   std::map<uint32_t, std::vector<int32_t>> members_;
+  std::vector<std::weak_ptr<Plane>> removed_;  // a bucket may still run on one
+
+  // Rank 0 only: sets that it is not in but must be able to stop, for it alone hears of a rank that died.
+  struct Foreign {
+    SharedMapping mapping;
+    int size = 0;
+  };
+  std::map<uint32_t, Foreign> foreign_;
 };
 
 }  // namespace fusewire

@@ -47,7 +47,7 @@ void Progress::departed(const Departure& departure) {
 
 bool Progress::has_work() const {
   return has_submissions_.load(std::memory_order_seq_cst) || has_departures_.load(std::memory_order_seq_cst) ||
-         executor_.has_completed() || endpoint_.has_incoming();
+         executor_.has_completed() || has_new_trouble() || endpoint_.has_incoming();
 }
 
 bool Progress::step() {
@@ -58,7 +58,11 @@ bool Progress::step() {
     const auto error = std::make_shared<Error>(
         ErrorCode::kInternal, "rank " + std::to_string(endpoint_.rank()) + " failed inside Fusewire: " + e.what(),
         endpoint_.rank());
+    if (!completion_.failed()) {  // goes out with the next step
+      participant_.report_failure({0, "", error->code(), error->rank(), error->what()});
+    }
     fail(error);
+    for (InFlight& unit : units_.take_all()) fail_unit(std::move(unit), completion_.failure());
     return true;
   }
 }
@@ -144,7 +148,7 @@ bool Progress::follow() {
     const std::string who = "rank 0 has left the job: " + root_left_->reason +
                             ". Look at rank 0's own output for the cause, then restart the job.";
     const auto error = std::make_shared<Error>(ErrorCode::kPeerLost, who, 0);
-    if (root_left_->clean) {
+    if (root_left_->clean && !executor_.has_trouble()) {
       // What rank 0 had started it has finished, so buckets that run here will end well; only what it has not answered
       // never will be.
       completion_.fail(error);
@@ -173,6 +177,12 @@ bool Progress::take_departures(Clock::time_point now) {
       root_left_ = departure;
     }
   }
+  // What follows from it comes before the next bucket: the driver may run one right after this step.
+  if (coordinator_) {
+    lead(now);
+  } else {
+    follow();
+  }
   return true;
 }
 
@@ -186,6 +196,10 @@ void Progress::apply(const ResponseList& response) {
 }
 
 void Progress::dispatch(Work& work) {
+  // What may throw comes before units are taken: a unit that has been taken must be completed.
+  for (const WorkUnit& unit : work.units) {
+    if (unit.created_set != 0) planes_.add(unit.created_set, *participant_.members(unit.created_set));
+  }
   std::vector<InFlight> units;
   units.reserve(work.units.size());
   for (const WorkUnit& work_unit : work.units) units.push_back(units_.take(work_unit.token));
@@ -199,9 +213,6 @@ void Progress::dispatch(Work& work) {
     }
   }
   for (size_t i = 0; i < units.size(); ++i) {
-    if (kind == OpKind::kAddProcessSet) {
-      planes_.add(work.units[i].created_set, *participant_.members(work.units[i].created_set));
-    }
     if (kind == OpKind::kRemoveProcessSet) planes_.remove(units[i].process_set);
     std::vector<bool> skipped = work.units[i].skipped;
     if (work.skip) skipped.assign(units[i].tensors.size(), true);
@@ -247,18 +258,26 @@ void Progress::check_trouble(Clock::time_point now) {
   const SharedError trouble = executor_.trouble();
   if (!trouble_since_) {
     trouble_since_ = now;
+    trouble_seen_.store(true, std::memory_order_relaxed);
     // kPeerLost here only says "somebody aborted": that somebody tells the root.
-    if (trouble->code() != ErrorCode::kPeerLost) {
-      participant_.report_failure({0, "", trouble->code(), trouble->rank(), trouble->what()});
-      if (coordinator_) {
-        lead(now);
-      } else {
-        follow();
-      }
-    }
+    if (trouble->code() != ErrorCode::kPeerLost) report(*trouble, now);
   } else if (now - *trouble_since_ >= kTroublePatience) {
+    report(*trouble, now);
     fail(trouble);
   }
+}
+
+void Progress::report(const Error& failure, Clock::time_point now) {
+  participant_.report_failure({0, "", failure.code(), failure.rank(), failure.what()});
+  if (coordinator_) {
+    lead(now);
+  } else {
+    follow();
+  }
+}
+
+bool Progress::has_new_trouble() const {
+  return executor_.has_trouble() && !trouble_seen_.load(std::memory_order_relaxed) && !completion_.failed();
 }
 
 std::optional<Progress::Clock::time_point> Progress::deadline() {

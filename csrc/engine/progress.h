@@ -58,6 +58,8 @@ class Progress {
   void dispatch(Work& work);
   void check_time(Clock::time_point now);
   void check_trouble(Clock::time_point now);
+  void report(const Error& failure, Clock::time_point now);
+  bool has_new_trouble() const;
   std::optional<Clock::time_point> deadline();
   void fail(const SharedError& error);
   void fail_everything();
@@ -77,6 +79,7 @@ class Progress {
   std::vector<std::byte> frame_;
   std::optional<Departure> root_left_;
   std::optional<Clock::time_point> trouble_since_;
+  std::atomic<bool> trouble_seen_{false};  // trouble_since_ is set
 
   std::mutex inbox_mutex_;
   std::vector<Submitted> submissions_;

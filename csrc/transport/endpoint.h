@@ -47,6 +47,7 @@ class Endpoint {
   virtual bool receive(int peer, std::vector<std::byte>& frame) = 0;  // false: nothing there
   virtual bool has_incoming() const = 0;  // any thread, cheap; true when flush() can progress
   virtual void flush() = 0;
+  virtual bool has_unsent() const = 0;  // some frame waits for room in a living peer's mailbox
 
   virtual Seat& seat() = 0;  // of this rank
 

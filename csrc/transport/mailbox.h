@@ -46,6 +46,8 @@ class FrameSender {
     return waiting_at_.load(std::memory_order_relaxed) != kNotWaiting &&
            ring_->head.load(std::memory_order_seq_cst) != waiting_at_.load(std::memory_order_relaxed);
   }
+  // Any thread: part of a frame still waits for room.
+  bool has_unsent() const { return waiting_at_.load(std::memory_order_relaxed) != kNotWaiting; }
   const Fault& fault() const { return fault_; }
 
  private:

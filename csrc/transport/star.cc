@@ -57,6 +57,14 @@ bool StarEndpoint::has_incoming() const {
   return false;
 }
 
+bool StarEndpoint::has_unsent() const {
+  if (forgotten()) return false;
+  for (const auto& link : links_) {
+    if (link->sender.has_unsent() && !link->departed.load(std::memory_order_relaxed)) return true;
+  }
+  return false;
+}
+
 void StarEndpoint::flush() {
   if (forgotten()) return;
   for (const auto& link : links_) {

@@ -40,6 +40,7 @@ class StarEndpoint : public Endpoint {
   bool receive(int peer, std::vector<std::byte>& frame) override;
   bool has_incoming() const override;
   void flush() override;
+  bool has_unsent() const override;
   Seat& seat() override { return seat_; }
 
  protected:

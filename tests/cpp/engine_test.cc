@@ -184,6 +184,21 @@ TEST(Engine, OverlappingProcessSetsWithOneRankLate) {
   });
 }
 
+// Names are sent once, so the first step's messages are many times larger than a mailbox. Whoever has sent half of one
+// must not go into a data plane that the receiver of the other half has yet to hear of.
+TEST(Engine, MessagesLargerThanAMailbox) {
+  with_engines(3, [](Engine& engine) {
+    const std::string prefix(100, 'n');
+    std::vector<std::vector<float>> values(4000, std::vector<float>(3, 1.0F));
+    std::vector<Handle> handles;
+    for (size_t i = 0; i < values.size(); ++i) {
+      handles.push_back(engine.submit(allreduce(prefix + std::to_string(i), values[i]), false));
+    }
+    engine.wait_all(handles);
+    for (const auto& v : values) ASSERT_EQ(v, std::vector<float>(3, 3.0F));
+  });
+}
+
 // Handles dropped without waiting; what they kept alive is dropped on a submitter's thread.
 TEST(Engine, DroppedHandlesKeepTheirTensorsUntilDone) {
   static std::atomic<int> alive{0};
