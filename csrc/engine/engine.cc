@@ -295,10 +295,13 @@ void Engine::Impl::shutdown(bool clean, const std::string& reason) {
   if (closed_.load(std::memory_order_seq_cst)) return;
   // What all ranks have started the others will finish; let it end here too, or they would wait for this rank.
   if (clean && !completion_.failed()) executor_.wait_until_drained(kDrainTime);
-  if (executor_.busy()) {
+  // What does not come to its end here would keep the others waiting for this rank.
+  const auto abandon_what_runs = [&] {
+    if (!executor_.busy()) return;
     clean = false;
     planes_.abort(PlaneTable::kEverySet);
-  }
+  };
+  abandon_what_runs();
 
   closing_.store(true, std::memory_order_seq_cst);
   const auto error = std::make_shared<Error>(
@@ -319,6 +322,7 @@ void Engine::Impl::shutdown(bool clean, const std::string& reason) {
   }
   // A clean goodbye promises that nobody waits for this rank. What it has announced may have been answered by now, and
   // then the others are about to run it.
+  abandon_what_runs();  // answers that came while the seat was taken
   const bool pending = progress_.pending() > 0;
   progress_.close(error);
   completion_.notify();

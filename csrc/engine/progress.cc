@@ -254,7 +254,11 @@ void Progress::close(const SharedError& error) {
 // A data plane has thrown here. The root is told, and its answer fails everybody alike; if none comes (the root is the
 // one that stopped), this rank goes by what it knows.
 void Progress::check_trouble(Clock::time_point now) {
-  if (!executor_.has_trouble() || completion_.failed()) return;
+  if (!executor_.has_trouble()) return;
+  if (completion_.failed()) {  // the reason is known; nobody else would free those who wait for what was in trouble
+    if (executor_.busy()) fail_everything();
+    return;
+  }
   const SharedError trouble = executor_.trouble();
   if (!trouble_since_) {
     trouble_since_ = now;
