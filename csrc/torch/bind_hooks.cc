@@ -65,7 +65,7 @@ std::unique_ptr<Reducer> make_reducer(const py::object& engine, int op, double p
   PyEnginePtr holder;
   ReducerOptions options;
   options.engine = engine_of(engine.ptr(), holder);
-  options.prefix = options.engine->next_optimizer();
+  options.prefix = options.engine->next_optimizer(process_set);
   options.op = static_cast<ReduceOp>(op);
   options.prescale = prescale;
   options.postscale = postscale;

@@ -26,12 +26,12 @@ class PyEngine {
   // order choose the same names. Needs the GIL, which orders the callers.
   std::string unnamed(std::string_view kind, uint32_t process_set);
 
-  // "opt3": the fourth optimizer wrapped on this engine. Needs the GIL.
-  std::string next_optimizer() { return "opt" + std::to_string(optimizers_++); }
+  // "opt3": the fourth optimizer wrapped in that process set (only its members count them). Needs the GIL.
+  std::string next_optimizer(uint32_t process_set) { return "opt" + std::to_string(optimizers_[process_set]++); }
 
  private:
   std::unique_ptr<Engine> engine_;
-  uint64_t optimizers_ = 0;
+  std::unordered_map<uint32_t, uint64_t> optimizers_;
   std::unordered_map<std::string, uint64_t> counters_;
 };
 
