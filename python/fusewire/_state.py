@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from . import _core
-from .errors import NotInitializedError, PeerLostError
+from .errors import NotInitializedError
 
 if TYPE_CHECKING:
     from ._rendezvous import Rendezvous
@@ -49,14 +49,9 @@ def init(process_sets: Iterable[ProcessSet | list[int]] | None = None, **knobs: 
         timeout = knobs.pop("start_timeout", None)
         texts = {name: _text(value) for name, value in knobs.items()}
         _core.check_config(texts)
-        try:
-            place = _rendezvous.rendezvous(None if timeout is None else float(timeout))
-            engine = place.connect(_core, texts)
-        except _rendezvous.MissingRanksError as error:
-            lost = PeerLostError(str(error))
-            lost.rank = error.ranks[0] if len(error.ranks) == 1 else None
-            raise lost from error
-        place.on_complete()
+        place = _rendezvous.rendezvous(None if timeout is None else float(timeout))
+        engine = place.connect(_core, texts)
+        place.complete()
         _watch_exit()
         _failure = _thread_failure = None
         _engine, _place, _pid = engine, place, os.getpid()
