@@ -294,14 +294,17 @@ void Engine::Impl::shutdown(bool clean, const std::string& reason) {
   const std::lock_guard lock(shutdown_mutex_);
   if (closed_.load(std::memory_order_seq_cst)) return;
   // What all ranks have started the others will finish; let it end here too, or they would wait for this rank.
-  if (clean && !completion_.failed()) executor_.wait_until_drained(kDrainTime);
-  // What does not come to its end here would keep the others waiting for this rank.
-  const auto abandon_what_runs = [&] {
+  // What does not must not keep them waiting.
+  const auto finish_or_abandon = [&] {
+    if (clean && !completion_.failed()) {
+      executor_.hand_over();
+      executor_.wait_until_drained(kDrainTime);
+    }
     if (!executor_.busy()) return;
     clean = false;
     planes_.abort(PlaneTable::kEverySet);
   };
-  abandon_what_runs();
+  finish_or_abandon();
 
   closing_.store(true, std::memory_order_seq_cst);
   const auto error = std::make_shared<Error>(
@@ -312,17 +315,9 @@ void Engine::Impl::shutdown(bool clean, const std::string& reason) {
     if (seat_.state() != SeatState::kIdle && seat_.state() != SeatState::kWoken) completion_.sleep(ticket);
     completion_.end_wait();
   }
-  if (clean && !completion_.failed()) {  // answered since
-    executor_.hand_over();
-    executor_.wait_until_drained(kDrainTime);
-  }
-  if (executor_.busy()) {
-    clean = false;
-    planes_.abort(PlaneTable::kEverySet);
-  }
+  finish_or_abandon();  // answers that came until the seat was ours
   // A clean goodbye promises that nobody waits for this rank. What it has announced may have been answered by now, and
   // then the others are about to run it.
-  abandon_what_runs();  // answers that came while the seat was taken
   const bool pending = progress_.pending() > 0;
   progress_.close(error);
   completion_.notify();
