@@ -210,6 +210,7 @@ def leave_a_set():
     time.sleep(1)
     for turn in range(20):
         assert fw.allreduce(torch.ones(3), op=fw.Sum, process_set=pair, name="pair").tolist() == [2.0] * 3, turn
+    fw.barrier(process_set=pair)  # the error below ends the other one's operations, too
     try:
         fw.allreduce(torch.ones(3), name="all three")
     except fw.PeerLostError as error:
