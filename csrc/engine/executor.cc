@@ -158,17 +158,18 @@ std::shared_ptr<const Error> Executor::trouble() const {
   return trouble_;
 }
 
-void Executor::fail_all(const std::shared_ptr<const Error>& error) {
+void Executor::fail_all(const std::shared_ptr<const Error>& error, int rank) {
   std::vector<FinishedUnit> failed;
   {
     const std::lock_guard lock(mutex_);
     failed.swap(unresolved_);
-    for (Assignment& assignment : queue_) {
+    std::erase_if(queue_, [&](Assignment& assignment) {
+      if (rank != kAnyRank && !assignment.plane->contains(rank)) return false;
       for (FinishedUnit& unit : assignment.units) failed.push_back(std::move(unit));
-    }
-    queue_.clear();
-    runnable_.store(false, std::memory_order_release);
-    if (!running_) drained_.notify_all();
+      return true;
+    });
+    runnable_.store(!running_ && !queue_.empty(), std::memory_order_release);
+    if (!running_ && queue_.empty()) drained_.notify_all();
   }
   for (FinishedUnit& unit : failed) completion_.complete(std::move(unit.handle), error);
   completion_.notify();

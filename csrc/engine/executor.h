@@ -1,6 +1,7 @@
 // Runs buckets on their data planes, one at a time, in the order the control plane gave them.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
@@ -22,6 +23,8 @@ namespace fusewire {
 
 // The data plane of one process set, and who its members are.
 struct Plane {
+  bool contains(int rank) const { return std::binary_search(ranks.begin(), ranks.end(), rank); }
+
   std::vector<int32_t> ranks;  // global ranks, sorted
   std::unique_ptr<Backend> backend;
 };
@@ -71,7 +74,9 @@ class Executor {
   std::shared_ptr<const Error> trouble() const;
   bool has_trouble() const { return has_trouble_.load(std::memory_order_acquire); }
 
-  void fail_all(const std::shared_ptr<const Error>& error);  // queued and unresolved units
+  // Unresolved units, and those queued for a set with `rank` in it; kAnyRank: all queued ones.
+  static constexpr int kAnyRank = -1;
+  void fail_all(const std::shared_ptr<const Error>& error, int rank = kAnyRank);
   void wait_until_drained(std::chrono::nanoseconds at_most);
   void stop();  // joins the thread; idempotent
 

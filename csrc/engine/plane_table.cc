@@ -25,10 +25,6 @@ class MappedBackend final : public Backend {
   const std::unique_ptr<Backend> inner_;
 };
 
-bool contains(const std::vector<int32_t>& ranks, int rank) {
-  return std::binary_search(ranks.begin(), ranks.end(), rank);
-}
-
 }  // namespace
 
 void PlaneTable::add(uint32_t process_set, std::vector<int32_t> ranks) {
@@ -46,7 +42,7 @@ void PlaneTable::add(uint32_t process_set, std::vector<int32_t> ranks) {
     plane->ranks = ranks;
     plane->backend = std::make_unique<MappedBackend>(endpoint_.map_shared(offset, shm_region_bytes(count)), options);
   } else if (endpoint_.rank() == 0) {
-    foreign = Foreign{endpoint_.map_shared(offset, shm_region_bytes(count)), count};
+    foreign = Foreign{endpoint_.map_shared(offset, shm_region_bytes(count)), ranks};
   }
   const std::lock_guard lock(mutex_);
   members_[process_set] = std::move(ranks);
@@ -80,14 +76,19 @@ std::vector<int32_t> PlaneTable::members(uint32_t process_set) const {
 
 void PlaneTable::abort(int rank_or_all) {
   const std::lock_guard lock(mutex_);
+  const auto concerned = [rank_or_all](const std::vector<int32_t>& ranks) {
+    return rank_or_all == kEverySet || std::binary_search(ranks.begin(), ranks.end(), rank_or_all);
+  };
   for (const auto& [id, plane] : planes_) {
-    if (rank_or_all == kEverySet || contains(plane->ranks, rank_or_all)) plane->backend->abort();
+    if (concerned(plane->ranks)) plane->backend->abort();
   }
   for (const auto& removed : removed_) {
-    if (const auto plane = removed.lock()) plane->backend->abort();
+    const auto plane = removed.lock();
+    if (plane && concerned(plane->ranks)) plane->backend->abort();
   }
-  if (rank_or_all != kEverySet) return;
-  for (const auto& [id, foreign] : foreign_) shm_stop(foreign.mapping.data, foreign.size);
+  for (const auto& [id, foreign] : foreign_) {
+    if (concerned(foreign.ranks)) shm_stop(foreign.mapping.data, static_cast<int>(foreign.ranks.size()));
+  }
 }
 
 }  // namespace fusewire

@@ -39,7 +39,7 @@ class PlaneTable {
   // Rank 0 only: sets that it is not in but must be able to stop, for it alone hears of a rank that died.
   struct Foreign {
     SharedMapping mapping;
-    int size = 0;
+    std::vector<int32_t> ranks;
   };
   std::map<uint32_t, Foreign> foreign_;
 };

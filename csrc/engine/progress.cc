@@ -231,23 +231,23 @@ void Progress::fail_pending(const SharedError& error) {
   for (const UnitToken token : participant_.take_pending()) fail_unit(units_.take(token), error);
 }
 
+// What all members of a set had agreed on before the failure still runs, unless the rank at fault is one of them: its
+// members have it in the same order, and some may have finished it already.
 void Progress::fail(const SharedError& error) {
   completion_.fail(error);
-  planes_.abort(PlaneTable::kEverySet);
-  fail_everything();
-}
-
-void Progress::fail_everything() {
   const SharedError failure = completion_.failure();
+  planes_.abort(failure->rank());
   fail_pending(failure);
-  executor_.fail_all(failure);
+  executor_.fail_all(failure, failure->rank());
 }
 
 // Aborts no data plane: the peers may still be copying the results of the last bucket home, which needs nothing from
 // this rank any more.
 void Progress::close(const SharedError& error) {
   completion_.fail(error);
-  fail_everything();
+  const SharedError failure = completion_.failure();
+  fail_pending(failure);
+  executor_.fail_all(failure);
   take_submissions(Clock::now());
 }
 
@@ -256,7 +256,7 @@ void Progress::close(const SharedError& error) {
 void Progress::check_trouble(Clock::time_point now) {
   if (!executor_.has_trouble()) return;
   if (completion_.failed()) {  // the reason is known; nobody else would free those who wait for what was in trouble
-    if (executor_.busy()) fail_everything();
+    if (executor_.busy()) executor_.fail_all(completion_.failure());
     return;
   }
   const SharedError trouble = executor_.trouble();

@@ -62,7 +62,6 @@ class Progress {
   bool has_new_trouble() const;
   std::optional<Clock::time_point> deadline();
   void fail(const SharedError& error);
-  void fail_everything();
   void fail_unit(InFlight unit, const SharedError& error);
   void fail_pending(const SharedError& error);
 
