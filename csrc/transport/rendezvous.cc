@@ -239,18 +239,21 @@ std::unique_ptr<Endpoint> Listener::accept_all(milliseconds timeout) {
   if (!socket_) throw Error(ErrorCode::kInvalidArgument, "accept_all() was called twice");
   const Clock::time_point deadline = Clock::now() + timeout;
   Segment segment = Segment::create(size_);
-  while (!missing().empty()) {
-    if (Clock::now() >= deadline) {
+  for (;;) {
+    const bool complete = missing().empty();
+    if (!complete && Clock::now() >= deadline) {
       socket_.close();
       give_up(timeout);
     }
-    wait_for_events(deadline);
+    // When everybody has come, one more look without waiting: a rank that left before the last one came is not there.
+    wait_for_events(complete ? Clock::now() : deadline);
     for (Visitor& visitor : visitors_) {
       if (visitor.rank < 0 && !visitor.gone && Clock::now() >= visitor.deadline) {
         drop(visitor, "it did not say who it is within " + seconds(kHelloTimeout));
       }
     }
     std::erase_if(visitors_, [](const Visitor& visitor) { return visitor.gone; });
+    if (complete && missing().empty()) break;
   }
   socket_.close();
   const SocketFrame welcome = encode(segment.welcome());
