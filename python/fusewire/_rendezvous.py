@@ -26,7 +26,7 @@ from . import _jobfile, _launch
 from .errors import PeerLostError
 
 DEFAULT_TIMEOUT = 120.0
-_LINGER = 2.0  # seconds the root stays, after bad news, for the others to hear it
+_LINGER = 2.0  # seconds the root stays, after bad news, for the others to hear it; and a rank for the last one to come
 
 _generation = 0
 # The server of a store lives as long as its object: were it dropped, the user's own init_process_group would lose it.
@@ -184,9 +184,12 @@ def _open_store(place: _launch.Place, met: Rendezvous, limit: float) -> Any:
     store = FileStore(str(file), -1)
 
     def complete() -> None:
-        # The file may go when the last rank is done with it.
+        # The last rank that is done with the file removes it. The others keep their store until they see it gone: the
+        # destructor of a FileStore makes the file anew when it is removed between its look and its own last entry.
         if store.add("complete", 1) == place.size:
             file.unlink(missing_ok=True)
+        else:
+            _wait(lambda: not file.exists(), time.monotonic() + _LINGER)
 
     met.on_complete = complete
     return store
