@@ -13,23 +13,29 @@ namespace fusewire {
 
 // One tensor of a bucket. `input.data == nullptr`: this rank is absent and contributes the operator's identity.
 // `output.data == nullptr`: the result is not wanted here. Input and output may be the same memory.
+//
+// Note [Counts]
+// Where ranks hold different parts of a tensor, `counts` says how many elements (in logical order, whole rows) are
+// whose, n being the number of members:
+//   allgather       n of them: member i contributes counts[i]; the output is their concatenation in member order
+//   alltoall        n * n of them: member i sends counts[i * n + j] to member j; the input is cut in the order of j,
+//   the
+//                   output is put together in the order of i
+//   reduce-scatter  n of them: member i receives counts[i] of the reduced input
+//   others          none: everybody's input and output have the same elements
 struct Segment {
   TensorView input;
   TensorView output;
+  std::vector<int64_t> counts{};
 };
 
 // Tensors that are reduced together. All members of the process set hold equal Buckets but for the pointers, strides
 // and absences in their segments.
-struct Bucket {
-  OpKind kind = OpKind::kAllreduce;
-  ReduceOp op = ReduceOp::kSum;
+struct Bucket : Operation {  // `root` is the rank inside the process set
   DataType dtype = DataType::kFloat32;
   DataType wire = DataType::kFloat32;  // narrower than dtype under fp16 / bf16 compression
-  double prescale = 1.0;
-  double postscale = 1.0;
-  int root = 0;  // broadcast: rank inside the process set
   std::vector<Segment> segments;
-  int64_t elements = 0;  // sum of the segments' numel
+  int64_t elements = 0;  // sum of the segments' numel (of their inputs)
 };
 
 class Backend {

@@ -114,9 +114,15 @@ class ShmBackend final : public Backend {
         return allreduce(bucket);
       case OpKind::kBroadcast:
         return broadcast(bucket);
+      case OpKind::kAllgather:
+      case OpKind::kAlltoall:
+      case OpKind::kReduceScatter:
+        throw Error(ErrorCode::kCollective, std::string(to_string(bucket.kind)) + " is not built yet");
       case OpKind::kBarrier:
+      case OpKind::kJoin:
       case OpKind::kAddProcessSet:
       case OpKind::kRemoveProcessSet:
+      case OpKind::kAdoptProcessSet:
         return;  // negotiation was all there is to them
     }
   }

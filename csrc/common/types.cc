@@ -33,9 +33,10 @@ constexpr std::array<TypeInfo, kDataTypeCount> kTypes = {{
     {"complex128", 16, Family::kComplex},
 }};
 
-constexpr std::array<std::string_view, kReduceOpCount> kOpNames = {"Sum", "Average", "Min", "Max", "Product"};
-constexpr std::array<std::string_view, kOpKindCount> kKindNames = {"allreduce", "broadcast", "barrier",
-                                                                   "add_process_set", "remove_process_set"};
+constexpr std::array<std::string_view, kReduceOpCount> kOpNames = {"Sum", "Average", "Min", "Max", "Product", "Adasum"};
+constexpr std::array<std::string_view, kOpKindCount> kKindNames = {
+    "allreduce", "broadcast", "allgather",       "alltoall",           "reducescatter",
+    "barrier",   "join",      "add_process_set", "remove_process_set", "adopt_process_set"};
 
 const TypeInfo& info(DataType type) { return kTypes.at(static_cast<size_t>(type)); }
 
@@ -56,6 +57,10 @@ std::string to_string(const Dims& dims) {
   return text + "]";
 }
 
+bool moves_data(OpKind kind) { return kind <= OpKind::kReduceScatter; }
+bool reduces(OpKind kind) { return kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter; }
+bool changes_sets(OpKind kind) { return kind >= OpKind::kAddProcessSet; }
+
 bool is_floating(DataType type) { return info(type).family == Family::kFloating; }
 bool is_complex(DataType type) { return info(type).family == Family::kComplex; }
 bool is_integer(DataType type) { return info(type).family == Family::kInteger; }
@@ -63,10 +68,11 @@ bool is_integer(DataType type) { return info(type).family == Family::kInteger; }
 bool supports(DataType type, ReduceOp op) {
   switch (info(type).family) {
     case Family::kInteger:
+      return op != ReduceOp::kAdasum;
     case Family::kFloating:
       return true;
     case Family::kBool:
-      return op != ReduceOp::kAverage;
+      return op != ReduceOp::kAverage && op != ReduceOp::kAdasum;
     case Family::kComplex:
       return op == ReduceOp::kSum || op == ReduceOp::kAverage;
   }

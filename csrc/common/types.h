@@ -29,12 +29,25 @@ enum class DataType : uint8_t {
 };
 inline constexpr int kDataTypeCount = 15;
 
-enum class ReduceOp : uint8_t { kSum, kAverage, kMin, kMax, kProduct };
-inline constexpr int kReduceOpCount = 5;
+// kAdasum (arXiv 2006.02924) has a meaning for floating-point allreduce only: its coefficients belong to a whole
+// tensor.
+enum class ReduceOp : uint8_t { kSum, kAverage, kMin, kMax, kProduct, kAdasum };
+inline constexpr int kReduceOpCount = 6;
 
-// What a negotiated unit asks for. Barrier moves no data; kAddProcessSet carries the ranks in UnitSpec::ranks.
-enum class OpKind : uint8_t { kAllreduce, kBroadcast, kBarrier, kAddProcessSet, kRemoveProcessSet };
-inline constexpr int kOpKindCount = 5;
+// What a negotiated unit asks for. The first five move data.
+enum class OpKind : uint8_t {
+  kAllreduce,
+  kBroadcast,
+  kAllgather,      // along the first dimension, which may differ between ranks
+  kAlltoall,       // along the first dimension, cut by each rank's own splits
+  kReduceScatter,  // along the first dimension, earlier members get one row more
+  kBarrier,
+  kJoin,              // "absent for everything from now on", until all ranks have joined
+  kAddProcessSet,     // submitted by every rank of the job; the members are in UnitSpec::ranks
+  kRemoveProcessSet,  // submitted by every rank of the job
+  kAdoptProcessSet,   // the same as an addition, but submitted by the members alone
+};
+inline constexpr int kOpKindCount = 10;
 
 enum class DeviceType : uint8_t { kCpu, kCuda };
 
@@ -42,6 +55,16 @@ struct Device {
   DeviceType type = DeviceType::kCpu;
   int8_t index = 0;
   bool operator==(const Device&) const = default;
+};
+
+// What all ranks that take part in a unit ask for, but for its tensors.
+struct Operation {
+  OpKind kind = OpKind::kAllreduce;
+  ReduceOp op = ReduceOp::kSum;
+  double prescale = 1.0;
+  double postscale = 1.0;
+  int32_t root = 0;  // broadcast
+  bool operator==(const Operation&) const = default;
 };
 
 using Dims = std::vector<int64_t>;
@@ -52,6 +75,10 @@ std::string_view to_string(ReduceOp op);
 std::string_view to_string(OpKind kind);
 std::string_view to_string(DeviceType type);
 std::string to_string(const Dims& dims);  // "[2, 3]"
+
+bool moves_data(OpKind kind);
+bool reduces(OpKind kind);       // applies a ReduceOp: allreduce, reduce-scatter
+bool changes_sets(OpKind kind);  // adds or removes a process set
 
 bool is_floating(DataType type);  // fp16, bf16, fp32, fp64
 bool is_complex(DataType type);

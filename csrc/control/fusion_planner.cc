@@ -7,8 +7,6 @@ namespace {
 
 constexpr int kBucketsInFlight = 2;
 
-bool moves_data(OpKind kind) { return kind == OpKind::kAllreduce || kind == OpKind::kBroadcast; }
-
 }  // namespace
 
 void FusionPlanner::add(ReadyUnit unit, bool skip) {

@@ -37,27 +37,27 @@ inline constexpr std::string_view kUnnamedMark = ".noname.";
 // the global set (names included) whatever `process_set` says. An addition lists its members in `ranks` and leaves
 // `process_set` 0. A removal names its victim in `process_set`. Ids count additions and are never used again. What all
 // members had submitted before the removal was agreed still runs; what waits for somebody fails with kInvalidArgument.
-struct UnitSpec {
-  OpKind kind = OpKind::kAllreduce;
-  ReduceOp op = ReduceOp::kSum;
-  double prescale = 1.0;
-  double postscale = 1.0;
-  int32_t root = 0;          // broadcast: GLOBAL rank of the root
-  uint32_t process_set = 0;  // 0 is the global set; kRemoveProcessSet: the set to remove
-  std::string name;          // unique among the units in flight in its process set
+struct UnitSpec : Operation {  // `root` is a GLOBAL rank
+  uint32_t process_set = 0;    // 0 is the global set; kRemoveProcessSet: the set to remove
+  std::string name;            // unique among the units in flight in its process set
   std::vector<TensorSpec> tensors;
   std::vector<int32_t> ranks;  // kAddProcessSet only: the members, sorted
   bool operator==(const UnitSpec&) const = default;
 };
 
 // The set in which all members must submit the unit, and in which its name is unique. See Note [Changing process sets].
-inline uint32_t negotiated_in(const UnitSpec& spec) {
-  const bool change = spec.kind == OpKind::kAddProcessSet || spec.kind == OpKind::kRemoveProcessSet;
-  return change ? 0 : spec.process_set;
-}
+inline uint32_t negotiated_in(const UnitSpec& spec) { return changes_sets(spec.kind) ? 0 : spec.process_set; }
 
 using CacheId = uint32_t;
 inline constexpr CacheId kNoCacheId = UINT32_MAX;
+
+// Note [Extents]
+// What may differ between the ranks of one unit is no part of its description (or of the cache): it travels with every
+// request, and the response tells every rank everybody's, in member order.
+//   allgather  one number per tensor: the rows this rank contributes
+//   alltoall   n numbers per tensor: the rows for each of the n members
+// In these kinds the first dimension of TensorSpec::shape is -1. The answer to a kJoin carries one number, the last
+// rank to join.
 
 // "This rank is ready for this unit." Either a cache id (the rank and the root hold the same description) or a full
 // one.
@@ -65,6 +65,7 @@ struct Request {
   CacheId id = kNoCacheId;
   std::unique_ptr<UnitSpec> spec;  // set exactly when id == kNoCacheId
   std::vector<bool> absent;        // empty: present for every tensor; else one bit per tensor
+  std::vector<int64_t> extents;    // see Note [Extents]; empty for the other kinds
 };
 
 // One unit that failed, on every member alike.
@@ -89,6 +90,7 @@ struct RequestList {
 struct ResponseUnit {
   CacheId id = kNoCacheId;
   std::string name;
+  std::vector<int64_t> extents{};  // of all members, one after the other: see Note [Extents]
 };
 
 // Units to run together, in this order; members of `process_set` run it, all others ignore it.
@@ -99,6 +101,9 @@ struct ResponseBucket {
   std::vector<ResponseUnit> units;
   // Tensors (unit index, tensor index) for which ALL members were absent inside a unit that is not skipped as a whole.
   std::vector<std::pair<uint32_t, uint32_t>> skipped;
+  // Ranks that have joined take part without having submitted anything, so while there are any in the set, every unit
+  // is described in full (one entry per unit, in the order of `units`); else empty.
+  std::vector<UnitSpec> described;
 };
 
 // Root -> every rank (the same bytes for all).

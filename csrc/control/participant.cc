@@ -213,9 +213,8 @@ Work Participant::Impl::run(const ResponseBucket& bucket, const ProcessSet& set,
       work_unit.skipped.resize(spec.tensors.size());
       work_unit.skipped[skipped->second] = true;
     }
-    const bool data = spec.kind == OpKind::kAllreduce || spec.kind == OpKind::kBroadcast;
-    work.report_completion = work.report_completion || (data && !bucket.skip && set.first() == rank);
-    if (spec.kind == OpKind::kAddProcessSet || spec.kind == OpKind::kRemoveProcessSet) {
+    work.report_completion = work.report_completion || (moves_data(spec.kind) && !bucket.skip && set.first() == rank);
+    if (changes_sets(spec.kind)) {
       change_sets(spec, work_unit, outcome);
     }
     finish(record);

@@ -16,8 +16,9 @@ using UnitToken = uint64_t;
 
 struct WorkUnit {
   UnitToken token = 0;
-  std::vector<bool> skipped;  // empty: none; else one bit per tensor that nobody had
-  uint32_t created_set = 0;   // kAddProcessSet: the id of the new set
+  std::vector<bool> skipped;     // empty: none; else one bit per tensor that nobody had
+  uint32_t created_set = 0;      // kAddProcessSet, kAdoptProcessSet: the id of the set
+  std::vector<int64_t> extents;  // of all members: see Note [Extents]
 };
 
 struct Work {

@@ -16,11 +16,9 @@ int64_t saturating_add(int64_t a, int64_t b) {
 }  // namespace
 
 Description::Description(UnitSpec unit) : spec(std::move(unit)) {
-  const bool data = spec.kind == OpKind::kAllreduce || spec.kind == OpKind::kBroadcast;
-  const bool change = spec.kind == OpKind::kAddProcessSet || spec.kind == OpKind::kRemoveProcessSet;
-  cacheable = !change && spec.name.find(kUnnamedMark) == std::string::npos;
-  key = {.kind = spec.kind, .op = spec.op, .root = spec.root, .prescale = spec.prescale, .postscale = spec.postscale};
-  fusible = data && !spec.tensors.empty();
+  cacheable = !changes_sets(spec.kind) && spec.name.find(kUnnamedMark) == std::string::npos;
+  static_cast<Operation&>(key) = spec;
+  fusible = moves_data(spec.kind) && !spec.tensors.empty();
   if (!fusible) return;
   key.dtype = spec.tensors.front().dtype;
   key.wire = spec.tensors.front().wire;

@@ -17,15 +17,10 @@
 namespace fusewire {
 
 // Units with equal keys (and process set) may share a bucket.
-struct FuseKey {
-  OpKind kind = OpKind::kAllreduce;
-  ReduceOp op = ReduceOp::kSum;
+struct FuseKey : Operation {
   DataType dtype = DataType::kFloat32;
   DataType wire = DataType::kFloat32;
   DeviceType device = DeviceType::kCpu;
-  int32_t root = 0;
-  double prescale = 1.0;
-  double postscale = 1.0;
   bool operator==(const FuseKey&) const = default;
 };
 

@@ -18,13 +18,10 @@ Bucket& part_for(std::vector<Bucket>& parts, const InFlight& unit, const Submitt
     if (part.dtype == tensor.input.dtype && part.wire == tensor.wire) return part;
   }
   Bucket& part = parts.emplace_back();
-  part.kind = unit.kind;
-  part.op = unit.op;
+  static_cast<Operation&>(part) = unit;
+  part.root = root;
   part.dtype = tensor.input.dtype;
   part.wire = tensor.wire;
-  part.prescale = unit.prescale;
-  part.postscale = unit.postscale;
-  part.root = root;
   return part;
 }
 

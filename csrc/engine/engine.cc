@@ -137,31 +137,23 @@ Handle Engine::Impl::submit(Submission submission, bool wake) {
   completion_.drop_retired();
 
   UnitSpec spec;
-  spec.kind = submission.kind;
-  spec.op = submission.op;
-  spec.prescale = submission.prescale;
-  spec.postscale = submission.postscale;
-  spec.root = submission.root;
+  static_cast<Operation&>(spec) = submission;
   spec.process_set = submission.process_set;
   spec.name = std::move(submission.name);
   spec.ranks = std::move(submission.ranks);
   spec.tensors.reserve(submission.tensors.size());
   for (const SubmittedTensor& tensor : submission.tensors) {
     const DataType dtype = tensor.input.dtype;
-    if (spec.kind == OpKind::kAllreduce && !supports(dtype, spec.op)) {
-      throw Error(ErrorCode::kInvalidType, "allreduce '" + spec.name + "': " + std::string(to_string(spec.op)) +
-                                               " has no meaning for " + std::string(to_string(dtype)) +
-                                               "; allowed: " + allowed_ops(dtype));
+    if (reduces(spec.kind) && !supports(dtype, spec.op)) {
+      throw Error(ErrorCode::kInvalidType, std::string(to_string(spec.kind)) + " '" + spec.name +
+                                               "': " + std::string(to_string(spec.op)) + " has no meaning for " +
+                                               std::string(to_string(dtype)) + "; allowed: " + allowed_ops(dtype));
     }
     spec.tensors.push_back({dtype, tensor.wire, tensor.input.device.type, tensor.input.sizes});
   }
 
   InFlight unit;
-  unit.kind = spec.kind;
-  unit.op = spec.op;
-  unit.prescale = spec.prescale;
-  unit.postscale = spec.postscale;
-  unit.root = spec.root;
+  static_cast<Operation&>(unit) = spec;
   unit.process_set = spec.process_set;
   unit.tensors = std::move(submission.tensors);
   unit.handle = std::make_shared<HandleState>();

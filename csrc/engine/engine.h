@@ -24,17 +24,16 @@ struct SubmittedTensor {
   bool absent = false;  // no value here in this window; `input` (a stale value) still counts if somebody has one
 };
 
-struct Submission {
-  OpKind kind = OpKind::kAllreduce;
-  ReduceOp op = ReduceOp::kSum;
-  double prescale = 1.0;
-  double postscale = 1.0;
-  int32_t root = 0;  // broadcast: global rank
+struct Submission : Operation {  // `root` is a global rank
   uint32_t process_set = 0;
   std::string name;
   std::vector<SubmittedTensor> tensors;  // more than one: an explicit group, all or nothing
-  std::vector<int32_t> ranks;            // kAddProcessSet: sorted global ranks
-  std::shared_ptr<void> keep_alive;      // keeps every `data` pointer valid
+  std::vector<int32_t> ranks;            // kAddProcessSet, kAdoptProcessSet: sorted global ranks
+  std::vector<int64_t> extents;          // what this rank brings: see Note [Extents] in control/message.h
+  // Where the shape of a result depends on the other ranks (allgather, alltoall): makes the output of tensor `index`
+  // once the shape is known, and keeps it alive. Called on any thread, without the GIL, at most once per tensor.
+  std::function<TensorView(size_t index, const Dims& shape)> allocate;
+  std::shared_ptr<void> keep_alive;  // keeps every `data` pointer valid
 };
 
 struct EngineStats {

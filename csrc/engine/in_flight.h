@@ -13,12 +13,7 @@
 
 namespace fusewire {
 
-struct InFlight {
-  OpKind kind = OpKind::kAllreduce;
-  ReduceOp op = ReduceOp::kSum;
-  double prescale = 1.0;
-  double postscale = 1.0;
-  int32_t root = 0;
+struct InFlight : Operation {
   uint32_t process_set = 0;
   std::vector<SubmittedTensor> tensors;
   Handle handle;

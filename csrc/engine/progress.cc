@@ -206,7 +206,7 @@ void Progress::dispatch(Work& work) {
   pending_.fetch_sub(units.size(), std::memory_order_relaxed);
 
   const OpKind kind = units.front().kind;
-  if (kind == OpKind::kAllreduce || kind == OpKind::kBroadcast) {
+  if (moves_data(kind)) {
     if (!work.skip) {
       executor_.push(make_assignment(work, std::move(units), planes_.plane(work.process_set)));
       return;

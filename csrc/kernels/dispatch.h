@@ -77,6 +77,7 @@ inline void visit_op(ReduceOp op, F f) {
   switch (op) {
     case ReduceOp::kSum:
     case ReduceOp::kAverage:
+    case ReduceOp::kAdasum:  // a sum with coefficients
       return f(OpTag<Combine::kSum>{});
     case ReduceOp::kMin:
       return f(OpTag<Combine::kMin>{});
