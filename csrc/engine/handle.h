@@ -25,6 +25,8 @@ class HandleState {
   const std::shared_ptr<const Error>& error() const { return error_; }
   const std::vector<bool>& skipped() const { return skipped_; }  // empty: none; else per tensor: nobody had it
   uint32_t created_set() const { return created_set_; }
+  // What every member brought: see Note [Extents] in control/message.h. kJoin: one number, the last rank to join.
+  const std::vector<int64_t>& extents() const { return extents_; }
 
   // On a thread of the submitter's. Several threads may wait for one handle.
   void drop_keep_alive() {
@@ -33,10 +35,12 @@ class HandleState {
   void set_keep_alive(std::shared_ptr<void> owner) { keep_alive_ = std::move(owner); }
 
   // The engine's side: once, before anybody may see done().
-  void finish(std::shared_ptr<const Error> error, std::vector<bool> skipped, uint32_t created_set) {
+  void finish(std::shared_ptr<const Error> error, std::vector<bool> skipped, uint32_t created_set,
+              std::vector<int64_t> extents = {}) {
     error_ = std::move(error);
     skipped_ = std::move(skipped);
     created_set_ = created_set;
+    extents_ = std::move(extents);
     done_.store(true, std::memory_order_seq_cst);
   }
 
@@ -47,6 +51,7 @@ class HandleState {
   std::shared_ptr<const Error> error_;
   std::vector<bool> skipped_;
   uint32_t created_set_ = 0;
+  std::vector<int64_t> extents_;
 };
 
 using Handle = std::shared_ptr<HandleState>;
