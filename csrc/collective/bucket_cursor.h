@@ -1,7 +1,9 @@
-// A bucket as one long row of elements: where its segments begin and end in that row, and how to move any range of it
-// between user memory and contiguous staging. The row is what ranks agree on; layouts and absences are each rank's own.
+// A bucket as one long row of elements: where parts of its segments begin and end in that row, and how to move any
+// range of it between user memory and contiguous staging. The row is what ranks agree on; layouts and absences are each
+// rank's own. A collective in which ranks hold different parts has several rows.
 #pragma once
 
+#include <algorithm>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -15,18 +17,36 @@ class BucketCursor {
  public:
   // Part of one segment.
   struct Piece {
-    int64_t begin;        // in the row
-    int64_t count;        // elements
-    int64_t offset;       // of the first one in its segment
-    const std::byte* in;  // where the input's elements lie when they are in order without gaps, else null
-    std::byte* out;       // the same of the output
-    const Segment* segment;
+    int64_t begin;            // in the row
+    int64_t count;            // elements
+    int64_t in_offset;        // of the first one in the input
+    int64_t out_offset;       // and in the output
+    const std::byte* in;      // where the input's elements lie when they are in order without gaps, else null
+    std::byte* out;           // the same of the output
+    const TensorView* input;  // null: this rank has no part in it (a view without data: it is absent)
+    const TensorView* output;
     bool stream;  // the output is best written by stream_copy()
   };
 
-  // Describes `bucket`, which must outlive the next call. `wire` is the type in staging, `factor` and `identity` as in
-  // pack() and fill_identity(). Throws Error(kInternal) where the bucket contradicts itself.
-  void assign(const Bucket& bucket, DataType wire, double factor, ReduceOp identity);
+  // How a row is moved: its type here and in staging, what packing multiplies by, and what an absent rank contributes
+  // (pack() and fill_identity() in kernels.h).
+  struct Format {
+    DataType dtype = DataType::kFloat32;
+    DataType wire = DataType::kFloat32;
+    double factor = 1.0;
+    ReduceOp identity = ReduceOp::kSum;
+  };
+
+  // The row in which every segment's elements follow one another, the same for all ranks. `bucket` must outlive the
+  // next assign() or start(). Throws Error(kInternal) where the bucket contradicts itself.
+  void assign(const Bucket& bucket, const Format& format);
+
+  // Any other row: start() an empty one and append() its parts. What the cursor describes begins at element `first` of
+  // the row that the ranks agree on; asking for what lies outside is allowed and finds nothing. `written` is how many
+  // bytes this rank writes to its outputs in the whole collective. Empty parts are left out; the views must outlive
+  // the next start().
+  void start(const Format& format, int64_t first, size_t written);
+  void append(const TensorView* input, int64_t in_offset, const TensorView* output, int64_t out_offset, int64_t count);
 
   // Whether this rank reads its inputs (assign() says yes), so that an output that is its own input is in the cache
   // when it is written.
@@ -34,7 +54,8 @@ class BucketCursor {
 
   int64_t elements() const { return elements_; }
   size_t wire_bytes() const { return wire_bytes_; }
-  DataType wire() const { return wire_; }
+  bool overlaps(int64_t begin, int64_t end) const { return begin < first_ + elements_ && end > first_; }
+  DataType wire() const { return format_.wire; }
 
   // Calls visit(piece) for the non-empty parts of segments that make up [begin, end), in order.
   template <typename Visit>
@@ -54,28 +75,34 @@ class BucketCursor {
   void scatter(const std::byte* staging, int64_t begin, int64_t end);
   void scatter_elsewhere(const std::byte* staging, int64_t begin, int64_t end);
 
+  // From this rank's inputs to its own outputs; only for rows that are not converted.
+  void copy_across(int64_t begin, int64_t end);
+
  private:
   struct Entry {
     int64_t begin;
     int64_t count;
+    int64_t in_offset;
+    int64_t out_offset;
     std::byte* in;
     std::byte* out;
-    const Segment* segment;
+    const TensorView* input;
+    const TensorView* output;
   };
 
   size_t find(int64_t element);
   void gather_piece(const Piece& piece, std::byte* staging) const;
   void scatter_piece(const Piece& piece, const std::byte* staging) const;
+  void copy_piece(const Piece& piece);
 
-  std::vector<Entry> entries_;  // non-empty segments only
-  size_t hint_ = 0;             // ranges come in ascending order mostly
+  std::vector<Entry> entries_;    // non-empty ones only
+  std::vector<std::byte> strip_;  // between two strided layouts
+  size_t hint_ = 0;               // ranges come in ascending order mostly
+  int64_t first_ = 0;
   int64_t elements_ = 0;
   int64_t direct_elements_ = 0;
   size_t wire_bytes_ = 0;
-  DataType dtype_ = DataType::kFloat32;
-  DataType wire_ = DataType::kFloat32;
-  double factor_ = 1.0;
-  ReduceOp identity_ = ReduceOp::kSum;
+  Format format_;
   bool direct_ = true;
   bool streams_ = false;
   bool reads_inputs_ = true;
@@ -83,15 +110,18 @@ class BucketCursor {
 
 template <typename Visit>
 void BucketCursor::for_each(int64_t begin, int64_t end, Visit&& visit) {
+  begin = std::max(begin, first_);
+  end = std::min(end, first_ + elements_);
   if (begin >= end) return;
   for (size_t i = find(begin); begin < end; ++i) {
     const Entry& entry = entries_[i];
     const int64_t offset = begin - entry.begin;
-    const int64_t count = (entry.count - offset < end - begin) ? entry.count - offset : end - begin;
+    const int64_t count = std::min(entry.count - offset, end - begin);
     const size_t bytes = static_cast<size_t>(offset) * wire_bytes_;
     visit(Piece{
-        begin, count, offset, entry.in != nullptr ? entry.in + bytes : nullptr,
-        entry.out != nullptr ? entry.out + bytes : nullptr, entry.segment,
+        begin, count, entry.in_offset + offset, entry.out_offset + offset,
+        entry.in != nullptr ? entry.in + bytes : nullptr, entry.out != nullptr ? entry.out + bytes : nullptr,
+        entry.input, entry.output,
         streams_ && entry.out != nullptr && count >= direct_elements_ && (entry.out != entry.in || !reads_inputs_)});
     begin += count;
     hint_ = i;

@@ -18,7 +18,7 @@ void shm_allreduce_once(ShmContext& context, const ShmReduction& reduction) {
   }
   context.scratch.resize(static_cast<size_t>(elements) * cursor.wire_bytes());
   context.waiter.wait_all(ShmStage::kPacked, chunk);
-  shm_reduce_home(context, reduction, 0, elements, context.scratch.data(), false);
+  shm_reduce_home(context, cursor, reduction, 0, elements, context.scratch.data(), false);
 
   context.waiter.note(ShmStage::kReduced, chunk);
   context.waiter.publish(ShmStage::kCopied, chunk);

@@ -72,7 +72,7 @@ class Pipeline {
     }
     context_.waiter.wait_all(ShmStage::kPacked, number);
     std::byte* results = context_.region.slot(context_.region.result_home(context_.rank), number) + offset;
-    shm_reduce_home(context_, reduction_, begin, end, results, context_.size() > 1);
+    shm_reduce_home(context_, cursor_, reduction_, begin, end, results, context_.size() > 1);
     context_.waiter.publish(ShmStage::kReduced, number);
   }
 

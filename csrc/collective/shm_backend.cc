@@ -12,26 +12,8 @@
 namespace fusewire {
 namespace {
 
-constexpr size_t kMinChunk = 1024;
-constexpr size_t kMinSlice = 32 << 10;
-
-// Buckets of up to `bytes` (in their wire type) go through chunks of `chunk` bytes; 0 means all at once.
-struct Row {
-  size_t bytes;
-  size_t chunk;
-};
-using Table = std::array<Row, 3>;
-
-// A chunk's slots and the user memory they come from should stay in a core's L2 cache, and a bucket should have a few
-// chunks to overlap.
-constexpr Table kSpinning = {{{1 << 10, 0}, {128 << 10, 64 << 10}, {SIZE_MAX, 128 << 10}}};
-
-// Where ranks outnumber cores every hand-over is a context switch: fewer, larger chunks.
-constexpr Table kCrowded = {{{16 << 10, 0}, {256 << 10, 256 << 10}, {SIZE_MAX, 256 << 10}}};
-
 struct Plan {
-  DataType wire;
-  double pack_factor;
+  BucketCursor::Format format;
   ShmReduction reduction;
 };
 
@@ -39,17 +21,18 @@ struct Plan {
 // overflow in range; otherwise all scaling happens in the accumulator, once. Factors may cross the operator only if
 // they commute with it: a negative one turns Min into Max, and n factors cross a Product.
 Plan make_plan(const Bucket& bucket, int size) {
-  Plan plan{bucket.wire, 1.0, {bucket.op, {bucket.postscale, 1}}};
+  Plan plan{{bucket.dtype, bucket.wire}, {bucket.op, {bucket.postscale, 1}}};
   if (bucket.op == ReduceOp::kAverage) plan.reduction = {ReduceOp::kSum, {bucket.postscale, size}};
   if (bucket.wire != bucket.dtype) {
-    plan.pack_factor = bucket.prescale;
-    return plan;
+    plan.format.factor = bucket.prescale;
+  } else {
+    double crossing = bucket.prescale;
+    if (bucket.op == ReduceOp::kProduct) crossing = std::pow(bucket.prescale, size);
+    if (bucket.prescale < 0 && bucket.op == ReduceOp::kMin) plan.reduction.op = ReduceOp::kMax;
+    if (bucket.prescale < 0 && bucket.op == ReduceOp::kMax) plan.reduction.op = ReduceOp::kMin;
+    plan.reduction.scale.factor = crossing * bucket.postscale;
   }
-  double crossing = bucket.prescale;
-  if (bucket.op == ReduceOp::kProduct) crossing = std::pow(bucket.prescale, size);
-  if (bucket.prescale < 0 && bucket.op == ReduceOp::kMin) plan.reduction.op = ReduceOp::kMax;
-  if (bucket.prescale < 0 && bucket.op == ReduceOp::kMax) plan.reduction.op = ReduceOp::kMin;
-  plan.reduction.scale.factor = crossing * bucket.postscale;
+  plan.format.identity = plan.reduction.op;
   return plan;
 }
 
@@ -61,7 +44,10 @@ class ShmBackend final : public Backend {
                  options.rank,
                  ShmWaiter(ShmRegion(region, options.size), options.rank, options.spin, options.abort_after),
                  options.spin.count() == 0,
+                 ShmGeometry(options.size, 0, false),
                  0,
+                 {},
+                 std::vector<BucketCursor>(static_cast<size_t>(options.size)),
                  {},
                  {},
                  std::vector<const std::byte*>(static_cast<size_t>(options.size)),
@@ -103,8 +89,7 @@ class ShmBackend final : public Backend {
     context_.waiter.publish(ShmStage::kJoined, 1);
     context_.waiter.wait_for(0, ShmStage::kJoined, 1);
     const ShmProgress& root = context_.region.progress(0);
-    chunk_bytes_ = root.chunk_bytes.load();
-    table_ = root.crowded.load() != 0 ? &kCrowded : &kSpinning;
+    context_.geometry = ShmGeometry(options_.size, root.chunk_bytes.load(), root.crowded.load() != 0);
     agreed_ = true;
   }
 
@@ -115,9 +100,11 @@ class ShmBackend final : public Backend {
       case OpKind::kBroadcast:
         return broadcast(bucket);
       case OpKind::kAllgather:
+        return shm_allgather(context_, bucket);
       case OpKind::kAlltoall:
+        return shm_alltoall(context_, bucket);
       case OpKind::kReduceScatter:
-        throw Error(ErrorCode::kCollective, std::string(to_string(bucket.kind)) + " is not built yet");
+        return reduce_scatter(bucket);
       case OpKind::kBarrier:
       case OpKind::kJoin:
       case OpKind::kAddProcessSet:
@@ -127,21 +114,12 @@ class ShmBackend final : public Backend {
     }
   }
 
-  // 0: all at once. With more ranks a chunk grows, so that what a rank owns of it stays worth a hand-over. A chunk size
-  // that the user asks for is kept, also by what goes at once.
-  size_t chunk_for(size_t bytes) const {
-    const auto row = std::find_if(table_->begin(), table_->end(), [&](const Row& r) { return bytes <= r.bytes; });
-    if (chunk_bytes_ != 0) return row->chunk == 0 && bytes <= chunk_bytes_ ? 0 : std::max(chunk_bytes_, kMinChunk);
-    if (row->chunk == 0) return 0;
-    return std::min(std::max(row->chunk, kMinSlice * static_cast<size_t>(options_.size)), kShmMaxChunk);
-  }
-
   void allreduce(const Bucket& bucket) {
     const Plan plan = make_plan(bucket, options_.size);
-    context_.cursor.assign(bucket, plan.wire, plan.pack_factor, plan.reduction.op);
+    context_.cursor.assign(bucket, plan.format);
     if (bucket.elements == 0) return;
     const size_t bytes = static_cast<size_t>(bucket.elements) * context_.cursor.wire_bytes();
-    const size_t chunk = chunk_for(bytes);
+    const size_t chunk = context_.geometry.for_reduction(bytes);
     if (chunk == 0) {
       shm_allreduce_once(context_, plan.reduction);
     } else {
@@ -150,18 +128,20 @@ class ShmBackend final : public Backend {
   }
 
   void broadcast(const Bucket& bucket) {
-    context_.cursor.assign(bucket, bucket.dtype, 1.0, ReduceOp::kSum);
+    context_.cursor.assign(bucket, {bucket.dtype, bucket.dtype});
     context_.cursor.set_reads_inputs(options_.rank == bucket.root);
     const size_t bytes = static_cast<size_t>(bucket.elements) * context_.cursor.wire_bytes();
-    const size_t chunk = chunk_for(bytes);
-    shm_broadcast(context_, bucket.root, chunk == 0 ? kShmMaxChunk : chunk);
+    shm_broadcast(context_, bucket.root, context_.geometry.for_copying(bytes));
+  }
+
+  void reduce_scatter(const Bucket& bucket) {
+    const Plan plan = make_plan(bucket, options_.size);
+    shm_reduce_scatter(context_, bucket, plan.reduction, plan.format);
   }
 
   ShmOptions options_;
   ShmContext context_;
   bool agreed_ = false;
-  size_t chunk_bytes_ = 0;
-  const Table* table_ = &kSpinning;
 };
 
 }  // namespace

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "collective/bucket_cursor.h"
+#include "collective/shm_geometry.h"
 #include "collective/shm_region.h"
 #include "collective/shm_wait.h"
 #include "kernels/kernels.h"
@@ -22,9 +23,12 @@ struct ShmContext {
   ShmRegion region;
   int rank;
   ShmWaiter waiter;
-  bool crowded;         // ranks outnumber cores: a wait is a context switch, so fewer and larger steps
-  int64_t chunk = 0;    // number of the last chunk used
-  BucketCursor cursor;  // of the bucket that runs
+  bool crowded;  // ranks outnumber cores: a wait is a context switch, so fewer and larger steps
+  ShmGeometry geometry;
+  int64_t chunk = 0;               // number of the last chunk used
+  BucketCursor cursor;             // of the bucket that runs
+  std::vector<BucketCursor> rows;  // one per rank, where ranks hold different parts
+  BucketCursor own;                // what a rank gives to itself
   std::vector<std::byte> scratch;
   std::vector<const std::byte*> bases;  // one per rank: see shm_reduce_home
   std::vector<const void*> sources;     // one per rank: what a kernel call gets
@@ -46,5 +50,11 @@ void shm_allreduce_sliced(ShmContext& context, const ShmReduction& reduction, si
 
 // Chunk by chunk, the root packs and the others unpack.
 void shm_broadcast(ShmContext& context, int root, size_t chunk_bytes);
+
+// Whose parts are which: backend.h Note [Counts]. These make their own rows.
+void shm_allgather(ShmContext& context, const Bucket& bucket);
+void shm_alltoall(ShmContext& context, const Bucket& bucket);
+void shm_reduce_scatter(ShmContext& context, const Bucket& bucket, const ShmReduction& reduction,
+                        const BucketCursor::Format& format);
 
 }  // namespace fusewire

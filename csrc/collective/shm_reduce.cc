@@ -7,12 +7,13 @@ namespace {
 
 struct Range {
   ShmContext& context;
+  BucketCursor& cursor;
   const ShmReduction& reduction;
   int64_t begin;
   std::byte* results;
   bool publish_results;
 
-  size_t bytes_to(int64_t element) const { return static_cast<size_t>(element - begin) * context.cursor.wire_bytes(); }
+  size_t bytes_to(int64_t element) const { return static_cast<size_t>(element - begin) * cursor.wire_bytes(); }
 
   // Rank order, always: it is what makes the bits independent of algorithm, chunk and fusion.
   ReduceArgs args(int64_t from, int64_t count) const {
@@ -23,7 +24,7 @@ struct Range {
     args.sources = context.sources.data();
     args.source_count = context.size();
     args.count = static_cast<size_t>(count);
-    args.dtype = context.cursor.wire();
+    args.dtype = cursor.wire();
     args.op = reduction.op;
     args.scale = reduction.scale;
     return args;
@@ -35,7 +36,7 @@ struct Range {
     ReduceArgs call = args(from, to - from);
     call.destination = results + bytes_to(from);
     cpu_kernels().reduce(call);
-    context.cursor.scatter(results + bytes_to(from), from, to);
+    cursor.scatter(results + bytes_to(from), from, to);
   }
 
   void in_place(const BucketCursor::Piece& piece) const {
@@ -46,18 +47,18 @@ struct Range {
     call.destination = stream ? shared : piece.out;
     call.second = publish_results && !stream ? shared : nullptr;
     cpu_kernels().reduce(call);
-    if (stream) stream_copy(piece.out, shared, call.count * context.cursor.wire_bytes());
+    if (stream) stream_copy(piece.out, shared, call.count * cursor.wire_bytes());
   }
 };
 
 }  // namespace
 
-void shm_reduce_home(ShmContext& context, const ShmReduction& reduction, int64_t begin, int64_t end, std::byte* results,
-                     bool publish_results) {
-  const Range range{context, reduction, begin, results, publish_results};
+void shm_reduce_home(ShmContext& context, BucketCursor& cursor, const ShmReduction& reduction, int64_t begin,
+                     int64_t end, std::byte* results, bool publish_results) {
+  const Range range{context, cursor, reduction, begin, results, publish_results};
   int64_t waiting = begin;  // staged pieces from here on have not been reduced yet
-  context.cursor.for_each(begin, end, [&](const BucketCursor::Piece& piece) {
-    if (!context.cursor.in_place(piece)) return;
+  cursor.for_each(begin, end, [&](const BucketCursor::Piece& piece) {
+    if (!cursor.in_place(piece)) return;
     range.staged(waiting, piece.begin);
     range.in_place(piece);
     waiting = piece.begin + piece.count;

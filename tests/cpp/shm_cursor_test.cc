@@ -20,7 +20,8 @@ Bucket make_bucket(std::byte* base, const std::vector<int64_t>& counts) {
 
 std::vector<std::pair<int64_t, int64_t>> pieces(BucketCursor& cursor, int64_t begin, int64_t end) {
   std::vector<std::pair<int64_t, int64_t>> found;
-  cursor.for_each(begin, end, [&](const BucketCursor::Piece& piece) { found.emplace_back(piece.offset, piece.count); });
+  cursor.for_each(begin, end,
+                  [&](const BucketCursor::Piece& piece) { found.emplace_back(piece.in_offset, piece.count); });
   return found;
 }
 
@@ -30,7 +31,7 @@ TEST(BucketCursor, CutsAtSegmentEdgesAndSkipsEmptyOnes) {
   std::byte memory[64];
   const Bucket bucket = make_bucket(memory, {0, 5, 0, 0, 1, 10, 0});
   BucketCursor cursor;
-  cursor.assign(bucket, DataType::kUInt8, 1.0, ReduceOp::kSum);
+  cursor.assign(bucket, {DataType::kUInt8, DataType::kUInt8});
   EXPECT_EQ(pieces(cursor, 0, 16), (Pieces{{0, 5}, {0, 1}, {0, 10}}));
   EXPECT_EQ(pieces(cursor, 4, 7), (Pieces{{4, 1}, {0, 1}, {0, 1}}));
   EXPECT_EQ(pieces(cursor, 15, 16), (Pieces{{9, 1}}));
@@ -45,7 +46,7 @@ TEST(BucketCursor, CountsBeyondThirtyOneBits) {
   const int64_t big = (int64_t{1} << 31) + 7;
   const Bucket bucket = make_bucket(memory, {3, big, 5});
   BucketCursor cursor;
-  cursor.assign(bucket, DataType::kUInt8, 1.0, ReduceOp::kSum);
+  cursor.assign(bucket, {DataType::kUInt8, DataType::kUInt8});
   EXPECT_EQ(pieces(cursor, big, big + 8), (Pieces{{big - 3, 3}, {0, 5}}));
   int64_t covered = 0;
   for (int64_t begin = 0; begin < bucket.elements; begin += 1 << 20) {
@@ -59,7 +60,7 @@ TEST(BucketCursor, CountsBeyondThirtyOneBits) {
 TEST(BucketCursor, RefusesBucketsThatContradictThemselves) {
   std::byte memory[64];
   BucketCursor cursor;
-  const auto assign = [&](const Bucket& bucket) { cursor.assign(bucket, DataType::kUInt8, 1.0, ReduceOp::kSum); };
+  const auto assign = [&](const Bucket& bucket) { cursor.assign(bucket, {DataType::kUInt8, DataType::kUInt8}); };
   Bucket sum = make_bucket(memory, {4, 4});
   sum.elements = 7;
   EXPECT_THROW(assign(sum), Error);

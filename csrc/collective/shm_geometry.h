@@ -1,0 +1,28 @@
+// How buckets are cut into chunks. Depends on nothing but what all ranks know.
+#pragma once
+
+#include <cstddef>
+
+namespace fusewire {
+
+class ShmGeometry {
+ public:
+  // `chunk_bytes` is what the user asks for, 0 for a choice by size. `crowded`: ranks outnumber cores.
+  ShmGeometry(int size, size_t chunk_bytes, bool crowded);
+
+  // The chunk for a reduction of `bytes` (in the type of the wire); 0: all at once.
+  size_t for_reduction(size_t bytes) const;
+
+  // The chunk where a rank gives at most `bytes` to others, who only copy them.
+  size_t for_copying(size_t bytes) const;
+
+ private:
+  struct Row;
+  size_t clamp(size_t chunk) const;
+
+  int size_;
+  size_t chunk_bytes_;
+  bool crowded_;
+};
+
+}  // namespace fusewire
