@@ -59,6 +59,7 @@ std::string to_string(const Dims& dims) {
 
 bool moves_data(OpKind kind) { return kind <= OpKind::kReduceScatter; }
 bool reduces(OpKind kind) { return kind == OpKind::kAllreduce || kind == OpKind::kReduceScatter; }
+bool has_extents(OpKind kind) { return kind == OpKind::kAllgather || kind == OpKind::kAlltoall; }
 bool changes_sets(OpKind kind) { return kind >= OpKind::kAddProcessSet; }
 
 bool is_floating(DataType type) { return info(type).family == Family::kFloating; }

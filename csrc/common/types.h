@@ -79,6 +79,7 @@ std::string to_string(const Dims& dims);  // "[2, 3]"
 bool moves_data(OpKind kind);
 bool reduces(OpKind kind);       // applies a ReduceOp: allreduce, reduce-scatter
 bool changes_sets(OpKind kind);  // adds or removes a process set
+bool has_extents(OpKind kind);   // ranks bring first dimensions of their own: allgather, alltoall
 
 bool is_floating(DataType type);  // fp16, bf16, fp32, fp64
 bool is_complex(DataType type);

@@ -15,7 +15,7 @@ namespace fusewire {
 
 // The life of a unit at the root:
 //
-//   request() -> join()       a member is ready for it                     kIdle -> kPending
+//   request() -> submit()     a member is ready for it                     kIdle -> kPending
 //             -> agreed()     the last member is; it takes its place       kPending -> kReady, or an error
 //                             in the one global order (FusionPlanner)
 //   poll()    -> answer()     its bucket goes into a response              kReady -> kIdle, or forgotten
@@ -103,8 +103,8 @@ struct Coordinator::Impl {
 
   void receive(int rank, RequestList&& message);
   void request(int rank, Request&& request);
-  void join(Unit& unit, const ProcessSet& set, int rank, const DescriptionPtr& description,
-            const std::vector<bool>& absent);
+  void submit(Unit& unit, const ProcessSet& set, int rank, const DescriptionPtr& description, const Request& request);
+  void bring(Unit& unit, int rank, const std::vector<int64_t>& extents);
   bool settles_debt(int rank, uint32_t set, std::string_view name);
   void forgive(int rank, uint64_t acked);
 
@@ -180,22 +180,26 @@ void Coordinator::Impl::request(int rank, Request&& request) {
   if (!debts.empty() && settles_debt(rank, set_id, spec->name)) return;
   if (unit == nullptr) unit = &units.find_or_create(set_id, spec->name);
 
-  if (slot != nullptr) return join(*unit, *set, rank, slot->description, request.absent);
+  if (slot != nullptr) return submit(*unit, *set, rank, slot->description, request);
 
   // Ranks that mean the same share one description.
   for (const DescriptionPtr* known : {&unit->proposed, &unit->cached}) {
     if (*known && agree((*known)->spec, *spec)) {
       const DescriptionPtr shared = *known;
-      return join(*unit, *set, rank, shared, request.absent);
+      return submit(*unit, *set, rank, shared, request);
     }
   }
-  join(*unit, *set, rank, std::make_shared<const Description>(std::move(*request.spec)), request.absent);
+  submit(*unit, *set, rank, std::make_shared<const Description>(std::move(*request.spec)), request);
 }
 
-void Coordinator::Impl::join(Unit& unit, const ProcessSet& set, int rank, const DescriptionPtr& description,
-                             const std::vector<bool>& absent) {
+void Coordinator::Impl::submit(Unit& unit, const ProcessSet& set, int rank, const DescriptionPtr& description,
+                               const Request& request) {
+  const std::vector<bool>& absent = request.absent;
   const size_t tensors = description->spec.tensors.size();
   const bool bad_bits = !absent.empty() && absent.size() != tensors;
+  const std::string bad_extents = flaw_of(description->spec, request.extents, set.ranks.size());
+  if (!bad_extents.empty()) return violation(rank, describe_unit(description->spec) + " with " + bad_extents);
+  bool dissents = false;
   if (unit.state == Unit::State::kIdle) {
     unit.state = Unit::State::kPending;
     cache.begin(&unit);
@@ -205,6 +209,7 @@ void Coordinator::Impl::join(Unit& unit, const ProcessSet& set, int rank, const 
     unit.submitted.reset(size);
     unit.absences = !absent.empty();
     if (unit.absences) unit.absent = absent;
+    unit.extents.assign(request.extents.size() * set.ranks.size(), 0);
     unit.since = now;
     waiting.push_back(&unit);
   } else if (unit.state == Unit::State::kReady || unit.submitted.contains(rank)) {
@@ -216,6 +221,7 @@ void Coordinator::Impl::join(Unit& unit, const ProcessSet& set, int rank, const 
       dissent = unit.dissents.insert(unit.dissents.end(), {description, {}});
     }
     dissent->ranks.push_back(rank);
+    dissents = true;
   } else if (unit.absences) {
     unit.absences = false;
     if (!absent.empty() && !bad_bits) {
@@ -226,6 +232,7 @@ void Coordinator::Impl::join(Unit& unit, const ProcessSet& set, int rank, const 
     }
   }
   if (bad_bits) return violation(rank, "absent bits that do not fit '" + unit.name() + "'");
+  if (!dissents && !request.extents.empty()) bring(unit, rank, request.extents);
   unit.submitted.insert(rank);
   --unit.missing;
 
@@ -234,6 +241,11 @@ void Coordinator::Impl::join(Unit& unit, const ProcessSet& set, int rank, const 
     if (const int gone = departed.first_common(set.members); gone >= 0) return fail_lost(gone, &unit);
   }
   if (unit.missing == 0) agreed(unit);
+}
+
+void Coordinator::Impl::bring(Unit& unit, int rank, const std::vector<int64_t>& extents) {
+  const auto member = std::lower_bound(unit.set->ranks.begin(), unit.set->ranks.end(), rank) - unit.set->ranks.begin();
+  std::copy(extents.begin(), extents.end(), unit.extents.begin() + member * static_cast<ptrdiff_t>(extents.size()));
 }
 
 bool Coordinator::Impl::settles_debt(int rank, uint32_t set, std::string_view name) {
@@ -261,7 +273,15 @@ void Coordinator::Impl::agreed(Unit& unit) {
   const OpKind kind = unit.proposed->spec.kind;
   if (kind == OpKind::kAddProcessSet || kind == OpKind::kRemoveProcessSet) return change_sets(unit);
 
-  ReadyUnit ready{&unit, {}};
+  ReadyUnit ready{&unit, {}, unit.proposed->bytes};
+  if (has_extents(kind)) {
+    const auto bytes = payload(unit.proposed->spec, unit.extents, unit.set->ranks.size());
+    if (!bytes) {
+      return fail_unit(unit, ErrorCode::kInvalidArgument,
+                       describe_unit(unit.proposed->spec) + ": what the ranks bring together fits no memory");
+    }
+    ready.bytes = *bytes;
+  }
   if (unit.absences) {
     for (size_t i = 0; i < unit.absent.size(); ++i) {
       if (unit.absent[i]) ready.skipped.push_back(static_cast<uint32_t>(i));
@@ -287,7 +307,7 @@ void Coordinator::Impl::change_sets(Unit& unit) {
     remove_set(spec.process_set);
   }
   unit.state = Unit::State::kReady;
-  planner.add({&unit, {}}, false);
+  planner.add({&unit, {}, 0}, false);
 }
 
 void Coordinator::Impl::remove_set(uint32_t set) {
@@ -315,10 +335,10 @@ void Coordinator::Impl::fail_unit(Unit& unit, ErrorCode code, std::string messag
 
 ResponseUnit Coordinator::Impl::answer(Unit& unit) {
   if (unit.id != kNoCacheId && unit.proposed == unit.cached) {
-    if (!sets.was_removed(unit.set_id)) return {unit.id, {}};
+    if (!sets.was_removed(unit.set_id)) return {unit.id, {}, std::move(unit.extents)};
   }
   if (unit.id != kNoCacheId) cache.evict(&unit, sequence);
-  ResponseUnit result{kNoCacheId, unit.name()};
+  ResponseUnit result{kNoCacheId, unit.name(), std::move(unit.extents)};
   if (unit.proposed->cacheable && !sets.was_removed(unit.set_id) && make_room()) result.id = cache.insert(&unit);
   return result;
 }

@@ -17,7 +17,7 @@ void FusionPlanner::add(ReadyUnit unit, bool skip) {
     state.listed = true;
     busy_.push_back(unit.unit->set_id);
   }
-  const bool alone = !skip && (!description.fusible || threshold_ <= 0 || description.bytes >= threshold_);
+  const bool alone = !skip && (!description.fusible || threshold_ <= 0 || unit.bytes >= threshold_);
   if (alone) {
     Gathering& gathering = state.sealed.emplace_back();
     gathering.order = next_order_++;
@@ -28,18 +28,18 @@ void FusionPlanner::add(ReadyUnit unit, bool skip) {
   for (size_t i = 0; i < state.open.size(); ++i) {
     Gathering& gathering = state.open[i];
     if (gathering.skip != skip || (!skip && gathering.key != description.key)) continue;
-    if (!skip && gathering.bytes > threshold_ - description.bytes) {
+    if (!skip && gathering.bytes > threshold_ - unit.bytes) {
       seal(state, i);
       break;
     }
-    gathering.bytes += skip ? 0 : description.bytes;
+    gathering.bytes += skip ? 0 : unit.bytes;
     gathering.units.push_back(std::move(unit));
     return;
   }
   Gathering& gathering = state.open.emplace_back();
   gathering.key = description.key;
   gathering.skip = skip;
-  gathering.bytes = skip ? 0 : description.bytes;
+  gathering.bytes = skip ? 0 : unit.bytes;
   gathering.order = next_order_++;
   gathering.units.push_back(std::move(unit));
 }

@@ -24,6 +24,7 @@ namespace fusewire {
 struct ReadyUnit {
   Unit* unit = nullptr;
   std::vector<uint32_t> skipped;  // tensors for which all members are absent
+  int64_t bytes = 0;              // of what the data plane has to move
 };
 
 struct PlannedBucket {

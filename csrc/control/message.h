@@ -56,8 +56,12 @@ inline constexpr CacheId kNoCacheId = UINT32_MAX;
 // request, and the response tells every rank everybody's, in member order.
 //   allgather  one number per tensor: the rows this rank contributes
 //   alltoall   n numbers per tensor: the rows for each of the n members
-// In these kinds the first dimension of TensorSpec::shape is -1. The answer to a kJoin carries one number, the last
-// rank to join.
+// In these kinds the first dimension of TensorSpec::shape is -1. A tensor for which a rank is absent has zeros. The
+// answer to a kJoin carries one number, the last rank to join.
+inline size_t extents_per_rank(const UnitSpec& spec, size_t members) {
+  if (!has_extents(spec.kind)) return 0;
+  return spec.kind == OpKind::kAllgather ? spec.tensors.size() : spec.tensors.size() * members;
+}
 
 // "This rank is ready for this unit." Either a cache id (the rank and the root hold the same description) or a full
 // one.

@@ -67,7 +67,7 @@ struct Participant::Impl {
 
   const ProcessSet& check(const UnitSpec& spec) const;
   void pay_debt(uint32_t set, const std::string& name);
-  void announce(Record& record, const UnitSpec& spec, std::vector<bool>&& absent);
+  void announce(Record& record, const UnitSpec& spec, std::vector<bool>&& absent, std::vector<int64_t>&& extents);
 
   Record* find(uint32_t set, std::string_view name);
   bool unsent(const Record& record) const { return record.in_flight && record.message == message; }
@@ -89,6 +89,7 @@ const ProcessSet& Participant::Impl::check(const UnitSpec& spec) const {
   if (spec.name.empty()) throw argument_error("a collective needs a name");
   if (spec.kind == OpKind::kAddProcessSet) sets.validate(spec.ranks);
   if (spec.kind == OpKind::kRemoveProcessSet) sets.validate_removal(spec.process_set);
+  if (const std::string flaw = flaw_of(spec); !flaw.empty()) throw argument_error(describe_unit(spec) + ": " + flaw);
   const uint32_t id = negotiated_in(spec);
   const ProcessSet* set = sets.find(id);
   if (set == nullptr)
@@ -113,9 +114,11 @@ void Participant::Impl::pay_debt(uint32_t set, const std::string& name) {
   throw Error(error);
 }
 
-void Participant::Impl::announce(Record& record, const UnitSpec& spec, std::vector<bool>&& absent) {
+void Participant::Impl::announce(Record& record, const UnitSpec& spec, std::vector<bool>&& absent,
+                                 std::vector<int64_t>&& extents) {
   Request& request = requests.emplace_back();
   request.absent = std::move(absent);
+  request.extents = std::move(extents);
   if (record.id != kNoCacheId && agree(*record.cached, spec)) {
     request.id = record.id;
   } else {
@@ -208,6 +211,10 @@ Work Participant::Impl::run(const ResponseBucket& bucket, const ProcessSet& set,
     const size_t index = work.units.size();
     WorkUnit& work_unit = work.units.emplace_back();
     work_unit.token = record.token;
+    work_unit.extents = unit.extents;
+    if (has_extents(spec.kind) && unit.extents.size() != extents_per_rank(spec, set.ranks.size()) * set.ranks.size()) {
+      throw protocol_error("the answer to " + describe_unit(spec) + " does not say what every member brings");
+    }
     for (; skipped != bucket.skipped.end() && skipped->first == index; ++skipped) {
       if (skipped->second >= spec.tensors.size()) throw protocol_error("a tensor that does not exist is skipped");
       work_unit.skipped.resize(spec.tensors.size());
@@ -262,12 +269,21 @@ void Participant::Impl::apply_error(const ResponseError& error, Outcome& outcome
 Participant::Participant(int rank, int size) : impl_(std::make_unique<Impl>(rank, size)) {}
 Participant::~Participant() = default;
 
-void Participant::submit(const UnitSpec& spec, std::vector<bool> absent, UnitToken token) {
+void Participant::submit(const UnitSpec& spec, std::vector<bool> absent, UnitToken token,
+                         std::vector<int64_t> extents) {
   Impl& impl = *impl_;
-  const uint32_t set = impl.check(spec).id;
+  const ProcessSet& members = impl.check(spec);
+  const uint32_t set = members.id;
   if (!absent.empty() && absent.size() != spec.tensors.size()) {
     throw argument_error(describe_unit(spec) + ": " + std::to_string(absent.size()) + " absent bits for " +
                          std::to_string(spec.tensors.size()) + " tensors");
+  }
+  if (const std::string flaw = flaw_of(spec, extents, members.ranks.size()); !flaw.empty()) {
+    throw argument_error(describe_unit(spec) + ": " + flaw);
+  }
+  const size_t per_tensor = extents.size() / std::max<size_t>(spec.tensors.size(), 1);
+  for (size_t i = 0; i < absent.size(); ++i) {
+    if (absent[i]) std::fill_n(extents.begin() + static_cast<ptrdiff_t>(i * per_tensor), per_tensor, 0);
   }
   if (!impl.debts.empty()) impl.pay_debt(set, spec.name);
   NameMap<Record>& names = impl.records[set];
@@ -282,7 +298,7 @@ void Participant::submit(const UnitSpec& spec, std::vector<bool> absent, UnitTok
                     "' is still in flight; wait for that one first, or give this one another name");
   }
   found->second.token = token;
-  impl.announce(found->second, spec, std::move(absent));
+  impl.announce(found->second, spec, std::move(absent), std::move(extents));
 }
 
 void Participant::completed(uint64_t bucket) { impl_->completed.push_back(bucket); }

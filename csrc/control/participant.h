@@ -46,8 +46,9 @@ class Participant {
   // Announces a unit. The description is copied only when the root does not know it yet, so a caller may keep one and
   // refill it. Throws Error(kDuplicateName) when the name is in flight in that process set, Error(kInvalidArgument)
   // when the set does not exist, this rank is not a member, or the description makes no sense, and the error that the
-  // others got for this very unit when they stopped waiting for this rank (see Note [Debts]).
-  void submit(const UnitSpec& spec, std::vector<bool> absent, UnitToken token);
+  // others got for this very unit when they stopped waiting for this rank (see Note [Debts]). `extents` is what this
+  // rank brings (Note [Extents]); of tensors that it is absent for they count as zeros.
+  void submit(const UnitSpec& spec, std::vector<bool> absent, UnitToken token, std::vector<int64_t> extents = {});
 
   void completed(uint64_t bucket);
 

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
+#include <optional>
 #include <string>
 #include <string_view>
 #include <unordered_map>
@@ -31,9 +32,19 @@ struct Description {
   FuseKey key;
   bool fusible = false;  // one dtype, one device, a kind that moves data
   bool cacheable = false;
-  int64_t bytes = 0;  // in the wire type
+  int64_t bytes = 0;  // in the wire type; 0 where that depends on the extents
 };
 using DescriptionPtr = std::shared_ptr<const Description>;
+
+// What is wrong with a description in itself, as a phrase; empty: nothing.
+std::string flaw_of(const UnitSpec& spec);
+
+// What is wrong with the extents (and absent bits) that a rank of a set with `members` ranks sends along.
+std::string flaw_of(const UnitSpec& spec, const std::vector<int64_t>& extents, size_t members);
+
+// Bytes of a unit with extents, given all members', as a data plane sees them: the whole result of an allgather, an
+// average member's of an alltoall. nullopt: more than anybody can count.
+std::optional<int64_t> payload(const UnitSpec& spec, const std::vector<int64_t>& extents, size_t members);
 
 // Whether two ranks mean the same: equality, except that a NaN scale equals itself.
 bool agree(const UnitSpec& a, const UnitSpec& b);
@@ -64,7 +75,8 @@ struct Unit {
   DescriptionPtr proposed;  // what the first to submit it said
   const ProcessSet* set = nullptr;
   RankSet submitted;
-  std::vector<bool> absent;  // valid while `absences`
+  std::vector<bool> absent;      // valid while `absences`
+  std::vector<int64_t> extents;  // of all members: see Note [Extents]
   std::vector<Dissent> dissents;
   TimePoint since;  // the first submission
 

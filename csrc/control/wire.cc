@@ -7,6 +7,8 @@
 #include <string_view>
 #include <utility>
 
+#include "control/unit.h"
+
 namespace fusewire {
 namespace {
 
@@ -15,10 +17,12 @@ namespace {
 // than the last, so ids in ascending order take one byte each.
 //
 //   RequestList    'Q', acked, completed[], requests[], failure?
-//   Request        head, then: the absent bits where head has 2 set; the description where head has 1 set, else the
-//                  distance of the id is head / 4
+//   Request        head, then: the absent bits where head has 2 set; extents[] where it has 4 set; the description
+//   where
+//                  it has 1 set, else the distance of the id is head / 8
 //   ResponseList   'R', sequence, evicted[], buckets[], errors[], whether there is a fatal one, the fatal one
-//   ResponseUnit   head: 1 = a name follows, 2 = there is an id, and its distance is head / 4
+//   ResponseUnit   head: 1 = a name follows, 2 = there is an id, and its distance is head / 8, 4 = extents[] follow
+//   dimensions     one more than they are: the first may be -1
 
 constexpr uint8_t kRequestTag = 'Q';
 constexpr uint8_t kResponseTag = 'R';
@@ -26,6 +30,8 @@ constexpr uint64_t kHasDescription = 1;
 constexpr uint64_t kHasAbsentBits = 2;
 constexpr uint64_t kHasName = 1;
 constexpr uint64_t kHasId = 2;
+constexpr uint64_t kHasExtents = 4;
+constexpr int kDistanceShift = 3;
 
 constexpr uint64_t fold(int64_t value) {
   return (static_cast<uint64_t>(value) << 1) ^ static_cast<uint64_t>(value >> 63);
@@ -201,9 +207,19 @@ void write_spec(Writer& writer, const UnitSpec& spec) {
     writer.enumerator(tensor.dtype);
     writer.enumerator(tensor.wire);
     writer.enumerator(tensor.device);
-    writer.list(tensor.shape, [&](int64_t dim) { writer.number(static_cast<uint64_t>(dim)); });
+    writer.list(tensor.shape, [&](int64_t dim) { writer.number(static_cast<uint64_t>(dim) + 1); });
   });
   writer.list(spec.ranks, [&](int32_t rank) { writer.integer(rank); });
+}
+
+constexpr uint64_t kLargest = std::numeric_limits<int64_t>::max();
+
+void write_extents(Writer& writer, const std::vector<int64_t>& extents) {
+  writer.list(extents, [&](int64_t extent) { writer.number(static_cast<uint64_t>(extent)); });
+}
+
+std::vector<int64_t> read_extents(Reader& reader) {
+  return reader.list([&] { return static_cast<int64_t>(reader.number(kLargest)); });
 }
 
 TensorSpec read_tensor(Reader& reader) {
@@ -211,13 +227,7 @@ TensorSpec read_tensor(Reader& reader) {
   tensor.dtype = reader.enumerator<DataType>(kDataTypeCount);
   tensor.wire = reader.enumerator<DataType>(kDataTypeCount);
   tensor.device = reader.enumerator<DeviceType>(2);
-  constexpr uint64_t kLargest = std::numeric_limits<int64_t>::max();
-  tensor.shape = reader.list([&] { return static_cast<int64_t>(reader.number(kLargest)); });
-  // Nobody downstream has to fear that numel() or a byte count overflows.
-  auto bytes = static_cast<int64_t>(std::max(size_of(tensor.dtype), size_of(tensor.wire)));
-  for (const int64_t dim : tensor.shape) {
-    if (__builtin_mul_overflow(bytes, dim, &bytes)) malformed("tensor too large");
-  }
+  tensor.shape = reader.list([&] { return static_cast<int64_t>(reader.number(kLargest + 1) - 1); });
   return tensor;
 }
 
@@ -233,6 +243,7 @@ UnitSpec read_spec(Reader& reader) {
   if (spec.name.empty()) malformed("a description without a name");
   spec.tensors = reader.list([&] { return read_tensor(reader); });
   spec.ranks = reader.list([&] { return reader.integer32(); });
+  if (const std::string flaw = flaw_of(spec); !flaw.empty()) malformed(flaw);
   return spec;
 }
 
@@ -257,8 +268,9 @@ ResponseError read_error(Reader& reader) {
 ResponseUnit read_unit(Reader& reader, IdPredictor& ids) {
   ResponseUnit unit;
   const uint64_t head = reader.number();
-  if ((head & kHasId) != 0) unit.id = ids.id(head >> 2);
+  if ((head & kHasId) != 0) unit.id = ids.id(head >> kDistanceShift);
   if ((head & kHasName) != 0) unit.name = reader.text();
+  if ((head & kHasExtents) != 0) unit.extents = read_extents(reader);
   if (unit.name.empty() && ((head & kHasName) != 0 || unit.id == kNoCacheId)) malformed("a unit without a name");
   return unit;
 }
@@ -274,6 +286,10 @@ ResponseBucket read_bucket(Reader& reader, IdPredictor& ids) {
     if (unit >= bucket.units.size()) malformed("a skipped tensor of no unit");
     return std::pair<uint32_t, uint32_t>(unit, reader.number32());
   });
+  bucket.described = reader.list([&] { return read_spec(reader); });
+  if (!bucket.described.empty() && bucket.described.size() != bucket.units.size()) {
+    malformed("descriptions that do not fit");
+  }
   return bucket;
 }
 
@@ -285,9 +301,11 @@ std::vector<std::byte> encode(const RequestList& message) {
   writer.list(message.completed, [&](uint64_t bucket) { writer.number(bucket); });
   IdPredictor ids;
   writer.list(message.requests, [&](const Request& request) {
-    const uint64_t flags = (request.spec ? kHasDescription : 0) | (request.absent.empty() ? 0 : kHasAbsentBits);
-    writer.number(flags | (request.spec ? 0 : ids.distance(request.id) << 2));
+    const uint64_t flags = (request.spec ? kHasDescription : 0) | (request.absent.empty() ? 0 : kHasAbsentBits) |
+                           (request.extents.empty() ? 0 : kHasExtents);
+    writer.number(flags | (request.spec ? 0 : ids.distance(request.id) << kDistanceShift));
     if (!request.absent.empty()) writer.bits(request.absent);
+    if (!request.extents.empty()) write_extents(writer, request.extents);
     if (request.spec) write_spec(writer, *request.spec);
   });
   writer.byte(message.failure ? 1 : 0);
@@ -305,13 +323,14 @@ RequestList decode_requests(std::span<const std::byte> frame) {
     Request request;
     const uint64_t head = reader.number();
     if ((head & kHasAbsentBits) != 0) request.absent = reader.bits();
+    if ((head & kHasExtents) != 0) request.extents = read_extents(reader);
     if ((head & kHasDescription) != 0) {
       request.spec = std::make_unique<UnitSpec>(read_spec(reader));
       if (!request.absent.empty() && request.absent.size() != request.spec->tensors.size()) {
         malformed("absent bits that do not fit");
       }
     } else {
-      request.id = ids.id(head >> 2);
+      request.id = ids.id(head >> kDistanceShift);
     }
     return request;
   });
@@ -333,14 +352,17 @@ std::vector<std::byte> encode(const ResponseList& message) {
     writer.number(bucket.process_set);
     writer.byte(bucket.skip ? 1 : 0);
     writer.list(bucket.units, [&](const ResponseUnit& unit) {
-      const uint64_t flags = (unit.name.empty() ? 0 : kHasName) | (unit.id == kNoCacheId ? 0 : kHasId);
-      writer.number(flags | (unit.id == kNoCacheId ? 0 : ids.distance(unit.id) << 2));
+      const uint64_t flags = (unit.name.empty() ? 0 : kHasName) | (unit.id == kNoCacheId ? 0 : kHasId) |
+                             (unit.extents.empty() ? 0 : kHasExtents);
+      writer.number(flags | (unit.id == kNoCacheId ? 0 : ids.distance(unit.id) << kDistanceShift));
       if (!unit.name.empty()) writer.text(unit.name);
+      if (!unit.extents.empty()) write_extents(writer, unit.extents);
     });
     writer.list(bucket.skipped, [&](const std::pair<uint32_t, uint32_t>& place) {
       writer.number(place.first);
       writer.number(place.second);
     });
+    writer.list(bucket.described, [&](const UnitSpec& spec) { write_spec(writer, spec); });
   });
   writer.list(message.errors, [&](const ResponseError& error) { write_error(writer, error); });
   writer.byte(message.fatal ? 1 : 0);

@@ -9,8 +9,8 @@
 
 namespace fusewire {
 
-// `units` in the order of `work.units`; takes their tensors and handles. `rank_count` is the size of the process set,
-// `root` the broadcast root's rank inside it.
-Assignment make_assignment(const Work& work, std::vector<InFlight> units, std::shared_ptr<Plane> plane);
+// `units` in the order of `work.units`; takes their tensors and handles. Makes the outputs whose shape is only known
+// now; if that fails, so does the assignment, for which `rank` is to blame, this rank of the job.
+Assignment make_assignment(const Work& work, std::vector<InFlight> units, std::shared_ptr<Plane> plane, int rank);
 
 }  // namespace fusewire

@@ -7,9 +7,8 @@
 
 namespace fusewire {
 
-void Completion::complete(Handle handle, std::shared_ptr<const Error> error, std::vector<bool> skipped,
-                          uint32_t created_set) {
-  handle->finish(std::move(error), std::move(skipped), created_set);
+void Completion::complete(Handle handle, Result result) {
+  handle->finish(std::move(result));
   const std::lock_guard lock(retired_mutex_);
   retired_.push_back(std::move(handle));
   has_retired_.store(true, std::memory_order_release);

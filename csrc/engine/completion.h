@@ -18,8 +18,7 @@ namespace fusewire {
 class Completion {
  public:
   // Marks handles done and takes the engine's references, see Note [Who drops a keep-alive].
-  void complete(Handle handle, std::shared_ptr<const Error> error, std::vector<bool> skipped = {},
-                uint32_t created_set = 0);
+  void complete(Handle handle, Result result);
 
   // The first failure is final; later ones are ignored. Returns whether this was the first.
   bool fail(std::shared_ptr<const Error> error);

@@ -17,6 +17,7 @@
 #include "engine/executor.h"
 #include "engine/plane_table.h"
 #include "engine/progress.h"
+#include "engine/submission.h"
 #include "engine/thread.h"
 
 namespace fusewire {
@@ -61,6 +62,13 @@ int64_t nanoseconds_at(std::optional<std::chrono::nanoseconds> from_now) {
   return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count() +
          from_now->count();
 }
+
+// Both may own Python objects: Note [Who drops a keep-alive].
+struct KeptAlive {
+  KeptAlive(std::shared_ptr<void> owned, Allocator made_by) : owner(std::move(owned)), allocate(std::move(made_by)) {}
+  const std::shared_ptr<void> owner;
+  const Allocator allocate;
+};
 
 // How long shutdown() lets buckets that have begun come to their end.
 constexpr std::chrono::seconds kDrainTime{5};
@@ -136,30 +144,20 @@ Handle Engine::Impl::submit(Submission submission, bool wake) {
   check_usable();
   completion_.drop_retired();
 
-  UnitSpec spec;
-  static_cast<Operation&>(spec) = submission;
-  spec.process_set = submission.process_set;
-  spec.name = std::move(submission.name);
-  spec.ranks = std::move(submission.ranks);
-  spec.tensors.reserve(submission.tensors.size());
-  for (const SubmittedTensor& tensor : submission.tensors) {
-    const DataType dtype = tensor.input.dtype;
-    if (reduces(spec.kind) && !supports(dtype, spec.op)) {
-      throw Error(ErrorCode::kInvalidType, std::string(to_string(spec.kind)) + " '" + spec.name +
-                                               "': " + std::string(to_string(spec.op)) + " has no meaning for " +
-                                               std::string(to_string(dtype)) + "; allowed: " + allowed_ops(dtype));
-    }
-    spec.tensors.push_back({dtype, tensor.wire, tensor.input.device.type, tensor.input.sizes});
-  }
-
+  UnitSpec spec = describe(submission);
   InFlight unit;
   static_cast<Operation&>(unit) = spec;
   unit.process_set = spec.process_set;
   unit.tensors = std::move(submission.tensors);
   unit.handle = std::make_shared<HandleState>();
+  if (submission.allocate) {
+    auto kept = std::make_shared<KeptAlive>(std::move(submission.keep_alive), std::move(submission.allocate));
+    unit.allocate = &kept->allocate;
+    submission.keep_alive = std::move(kept);
+  }
   unit.handle->set_keep_alive(std::move(submission.keep_alive));
   Handle handle = unit.handle;
-  progress_.add(std::move(spec), std::move(unit));
+  progress_.add(std::move(spec), std::move(submission.extents), std::move(unit));
   if (wake) seat_.ring();
   if (closed_.load(std::memory_order_seq_cst) && seat_.take_as_caller()) {
     progress_.close(completion_.failure());  // shutdown() came in between and has not seen it

@@ -24,15 +24,22 @@ struct SubmittedTensor {
   bool absent = false;  // no value here in this window; `input` (a stale value) still counts if somebody has one
 };
 
+// Makes the output of tensor `index` of a submission.
+using Allocator = std::function<TensorView(size_t index, const Dims& shape)>;
+
 struct Submission : Operation {  // `root` is a global rank
   uint32_t process_set = 0;
   std::string name;
   std::vector<SubmittedTensor> tensors;  // more than one: an explicit group, all or nothing
   std::vector<int32_t> ranks;            // kAddProcessSet, kAdoptProcessSet: sorted global ranks
-  std::vector<int64_t> extents;          // what this rank brings: see Note [Extents] in control/message.h
-  // Where the shape of a result depends on the other ranks (allgather, alltoall): makes the output of tensor `index`
-  // once the shape is known, and keeps it alive. Called on any thread, without the GIL, at most once per tensor.
-  std::function<TensorView(size_t index, const Dims& shape)> allocate;
+  // What this rank brings: see Note [Extents] in control/message.h. An alltoall's splits; an allgather may leave it
+  // empty, as it follows from the inputs.
+  std::vector<int64_t> extents;
+  // Where the shape of a result depends on the other ranks (allgather, alltoall): called once the shape is known, on
+  // any thread, without the GIL, at most once per tensor, also for tensors that nobody had (no rows). What it makes
+  // must live until the handle is dropped. If it throws, the whole job fails. Null: the results are not wanted here.
+  // Dropped as `keep_alive` is, so it may own Python objects.
+  Allocator allocate;
   std::shared_ptr<void> keep_alive;  // keeps every `data` pointer valid
 };
 
@@ -55,9 +62,10 @@ class Engine {
   int size() const;
 
   // Hands a unit over; returns at once. Throws Error: kInvalidType (an operator without meaning for a dtype),
-  // kShutdown, or the error that has failed the engine. What only the protocol can tell (kDuplicateName, an unknown
-  // process set, kTensorMismatch, ...) is thrown by wait(). `wake == false` leaves the coordinator asleep: for a caller
-  // that waits right away.
+  // kInvalidArgument (no first dimension where one is needed, splits that do not sum to it), kShutdown, or the error
+  // that has failed the engine. What only the protocol can tell (kDuplicateName, an unknown process set,
+  // kTensorMismatch, ...) is thrown by wait(). `wake == false` leaves the coordinator asleep: for a caller that waits
+  // right away.
   Handle submit(Submission submission, bool wake = true);
 
   // Until done; drives the engine meanwhile. Throws the unit's error. Never needs the GIL: call it without.

@@ -66,9 +66,13 @@ bool Executor::run_one_if(int64_t bytes_at_most) {
 bool Executor::run_one() { return run_one_if(std::numeric_limits<int64_t>::max()); }
 
 void Executor::run(Assignment assignment) {
-  std::shared_ptr<const Error> error;
+  std::shared_ptr<const Error> error = assignment.failure;
   try {
-    for (const Bucket& part : assignment.parts) assignment.plane->backend->run(part);
+    if (error) {
+      assignment.plane->backend->abort();  // the other members must not wait for this one in vain
+    } else {
+      for (const Bucket& part : assignment.parts) assignment.plane->backend->run(part);
+    }
   } catch (const Error& e) {
     error = explain(e, *assignment.plane);
   } catch (const std::exception& e) {
@@ -100,7 +104,10 @@ void Executor::run(Assignment assignment) {
     runnable_.store(!queue_.empty(), std::memory_order_release);
     if (queue_.empty()) drained_.notify_all();
   }
-  for (FinishedUnit& unit : done) completion_.complete(std::move(unit.handle), known, std::move(unit.skipped));
+  for (FinishedUnit& unit : done) {
+    if (known) unit.result = {.error = known};
+    completion_.complete(std::move(unit.handle), std::move(unit.result));
+  }
   completion_.notify();
   after_run_();
 }
@@ -171,7 +178,7 @@ void Executor::fail_all(const std::shared_ptr<const Error>& error, int rank) {
     runnable_.store(!running_ && !queue_.empty(), std::memory_order_release);
     if (!running_ && queue_.empty()) drained_.notify_all();
   }
-  for (FinishedUnit& unit : failed) completion_.complete(std::move(unit.handle), error);
+  for (FinishedUnit& unit : failed) completion_.complete(std::move(unit.handle), {.error = error});
   completion_.notify();
 }
 

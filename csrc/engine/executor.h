@@ -31,7 +31,7 @@ struct Plane {
 
 struct FinishedUnit {
   Handle handle;
-  std::vector<bool> skipped;
+  Result result;
 };
 
 // One answered bucket. A group of mixed dtypes makes several parts, run one after the other.
@@ -42,6 +42,7 @@ struct Assignment {
   std::vector<Bucket> parts;
   std::vector<FinishedUnit> units;
   int64_t bytes = 0;
+  std::shared_ptr<const Error> failure{};  // why it cannot run here: treated as if its data plane had failed
 };
 
 // Note [Inline buckets]

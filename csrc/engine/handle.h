@@ -11,6 +11,14 @@
 
 namespace fusewire {
 
+// What came of a unit.
+struct Result {
+  std::shared_ptr<const Error> error{};  // null: it worked, and the rest is valid
+  std::vector<bool> skipped{};           // empty: none; else per tensor: nobody had it
+  uint32_t created_set = 0;
+  std::vector<int64_t> extents{};
+};
+
 // Note [Who drops a keep-alive]
 // `keep_alive_` may own a Python object, whose last reference must be dropped under the GIL. So the engine never drops
 // it: a Handle that the submitter has let go of before its unit completed is put on the engine's list of retired
@@ -21,12 +29,13 @@ class HandleState {
   bool done() const { return done_.load(std::memory_order_seq_cst); }
 
   // Valid once done().
-  bool ok() const { return !error_; }
-  const std::shared_ptr<const Error>& error() const { return error_; }
-  const std::vector<bool>& skipped() const { return skipped_; }  // empty: none; else per tensor: nobody had it
-  uint32_t created_set() const { return created_set_; }
-  // What every member brought: see Note [Extents] in control/message.h. kJoin: one number, the last rank to join.
-  const std::vector<int64_t>& extents() const { return extents_; }
+  bool ok() const { return !result_.error; }
+  const std::shared_ptr<const Error>& error() const { return result_.error; }
+  const std::vector<bool>& skipped() const { return result_.skipped; }  // empty: none; else per tensor: nobody had it
+  uint32_t created_set() const { return result_.created_set; }
+  // Allgather, alltoall: for one tensor after the other, how many rows of the result came from each member, in member
+  // order (of an alltoall, the received splits). Join: the last rank to join. Else empty.
+  const std::vector<int64_t>& extents() const { return result_.extents; }
 
   // On a thread of the submitter's. Several threads may wait for one handle.
   void drop_keep_alive() {
@@ -35,12 +44,8 @@ class HandleState {
   void set_keep_alive(std::shared_ptr<void> owner) { keep_alive_ = std::move(owner); }
 
   // The engine's side: once, before anybody may see done().
-  void finish(std::shared_ptr<const Error> error, std::vector<bool> skipped, uint32_t created_set,
-              std::vector<int64_t> extents = {}) {
-    error_ = std::move(error);
-    skipped_ = std::move(skipped);
-    created_set_ = created_set;
-    extents_ = std::move(extents);
+  void finish(Result result) {
+    result_ = std::move(result);
     done_.store(true, std::memory_order_seq_cst);
   }
 
@@ -48,10 +53,7 @@ class HandleState {
   std::shared_ptr<void> keep_alive_;
   std::atomic<bool> dropped_{false};
   std::atomic<bool> done_{false};
-  std::shared_ptr<const Error> error_;
-  std::vector<bool> skipped_;
-  uint32_t created_set_ = 0;
-  std::vector<int64_t> extents_;
+  Result result_;
 };
 
 using Handle = std::shared_ptr<HandleState>;

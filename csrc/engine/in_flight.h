@@ -16,6 +16,7 @@ namespace fusewire {
 struct InFlight : Operation {
   uint32_t process_set = 0;
   std::vector<SubmittedTensor> tensors;
+  const Allocator* allocate = nullptr;  // null: there is none; lives as long as the handle's keep-alive
   Handle handle;
 };
 

@@ -32,10 +32,10 @@ Progress::Progress(Endpoint& endpoint, const Config& config, const Logger& logge
   if (endpoint.rank() == 0) coordinator_ = std::make_unique<Coordinator>(endpoint.size(), config);
 }
 
-void Progress::add(UnitSpec spec, InFlight unit) {
+void Progress::add(UnitSpec spec, std::vector<int64_t> extents, InFlight unit) {
   pending_.fetch_add(1, std::memory_order_relaxed);
   const std::lock_guard lock(inbox_mutex_);
-  submissions_.push_back({std::move(spec), std::move(unit)});
+  submissions_.push_back({std::move(spec), std::move(extents), std::move(unit)});
   has_submissions_.store(true, std::memory_order_seq_cst);
 }
 
@@ -98,7 +98,7 @@ bool Progress::take_submissions(Clock::time_point now) {
     }
     const UnitToken token = units_.add(std::move(submitted.unit), now);
     try {
-      participant_.submit(std::move(submitted.spec), std::move(absent), token);
+      participant_.submit(submitted.spec, std::move(absent), token, std::move(submitted.extents));
     } catch (const Error& error) {
       fail_unit(units_.take(token), std::make_shared<Error>(error));
     }
@@ -206,24 +206,22 @@ void Progress::dispatch(Work& work) {
   pending_.fetch_sub(units.size(), std::memory_order_relaxed);
 
   const OpKind kind = units.front().kind;
-  if (moves_data(kind)) {
-    if (!work.skip) {
-      executor_.push(make_assignment(work, std::move(units), planes_.plane(work.process_set)));
-      return;
-    }
+  if (moves_data(kind) && (!work.skip || has_extents(kind))) {  // the results of the latter are made even if empty
+    executor_.push(make_assignment(work, std::move(units), planes_.plane(work.process_set), endpoint_.rank()));
+    return;
   }
   for (size_t i = 0; i < units.size(); ++i) {
     if (kind == OpKind::kRemoveProcessSet) planes_.remove(units[i].process_set);
     std::vector<bool> skipped = work.units[i].skipped;
     if (work.skip) skipped.assign(units[i].tensors.size(), true);
-    completion_.complete(std::move(units[i].handle), nullptr, std::move(skipped), work.units[i].created_set);
+    completion_.complete(std::move(units[i].handle), {nullptr, std::move(skipped), work.units[i].created_set, {}});
   }
   completion_.notify();
 }
 
 void Progress::fail_unit(InFlight unit, const SharedError& error) {
   pending_.fetch_sub(1, std::memory_order_relaxed);
-  completion_.complete(std::move(unit.handle), error);
+  completion_.complete(std::move(unit.handle), {.error = error});
   completion_.notify();
 }
 

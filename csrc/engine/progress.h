@@ -30,7 +30,7 @@ class Progress {
   Progress(Endpoint& endpoint, const Config& config, const Logger& logger, Completion& completion, Executor& executor,
            PlaneTable& planes);
 
-  void add(UnitSpec spec, InFlight unit);
+  void add(UnitSpec spec, std::vector<int64_t> extents, InFlight unit);
   void departed(const Departure& departure);
 
   bool step();            // true: something was done, look again
@@ -45,6 +45,7 @@ class Progress {
   using SharedError = std::shared_ptr<const Error>;
   struct Submitted {
     UnitSpec spec;
+    std::vector<int64_t> extents;
     InFlight unit;
   };
 

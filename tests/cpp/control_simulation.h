@@ -41,6 +41,13 @@ inline UnitSpec make_group(const std::string& name, size_t tensors, Dims shape =
   return spec;
 }
 
+// With extents: an allgather or an alltoall of tensors [?, 2].
+inline UnitSpec make_uneven(OpKind kind, const std::string& name, size_t tensors = 1) {
+  UnitSpec spec = make_group(name, tensors, {-1, 2});
+  spec.kind = kind;
+  return spec;
+}
+
 inline UnitSpec make_set(const std::string& name, std::vector<int32_t> ranks) {
   UnitSpec spec;
   spec.kind = OpKind::kAddProcessSet;
@@ -66,6 +73,7 @@ class Simulation {
     bool skip = false;
     std::vector<std::string> names;
     std::vector<std::vector<bool>> skipped;
+    std::vector<std::vector<int64_t>> extents;
     uint32_t created_set = 0;  // of the last unit
     bool operator==(const Ran&) const = default;
   };
@@ -100,13 +108,14 @@ class Simulation {
   int size() const { return static_cast<int>(ranks.size()); }
   Rank& operator[](int rank) { return ranks[static_cast<size_t>(rank)]; }
 
-  void submit(int rank, const UnitSpec& spec, std::vector<bool> absent = {}) {
+  void submit(int rank, const UnitSpec& spec, std::vector<bool> absent = {}, std::vector<int64_t> extents = {}) {
     Rank& at = (*this)[rank];
-    at.participant->submit(spec, std::move(absent), ++next_token);
+    at.participant->submit(spec, std::move(absent), ++next_token, std::move(extents));
     at.tokens[next_token] = spec.name;
   }
-  void submit_everywhere(const UnitSpec& spec, std::vector<bool> absent = {}) {
-    for (int rank = 0; rank < size(); ++rank) submit(rank, spec, absent);
+  void submit_everywhere(const UnitSpec& spec, const std::vector<bool>& absent = {},
+                         const std::vector<int64_t>& extents = {}) {
+    for (int rank = 0; rank < size(); ++rank) submit(rank, spec, absent, extents);
   }
 
   // One thing that can happen next, if any can: a rank sends, a message arrives, the root answers (with `lazy_root` it
@@ -172,6 +181,7 @@ class Simulation {
       for (const WorkUnit& unit : work.units) {
         ran.names.push_back(take_name(at, unit.token));
         ran.skipped.push_back(unit.skipped);
+        ran.extents.push_back(unit.extents);
         ran.created_set = unit.created_set;
       }
       if (work.report_completion) at.running.push_back(work.bucket);

@@ -29,6 +29,14 @@ UnitSpec full_spec() {
   return spec;
 }
 
+UnitSpec open_spec() {
+  UnitSpec spec;
+  spec.kind = OpKind::kAllgather;
+  spec.name = "rows";
+  spec.tensors = {{DataType::kFloat32, DataType::kFloat32, DeviceType::kCpu, {-1, 0, 3}}};
+  return spec;
+}
+
 RequestList full_requests() {
   RequestList message;
   message.acked = UINT64_MAX;
@@ -38,9 +46,12 @@ RequestList full_requests() {
   }
   message.requests[1].absent = std::vector<bool>(19, true);
   message.requests[1].absent[4] = false;
+  message.requests[2].extents = {0, 7, INT64_MAX};
   Request& request = message.requests.emplace_back();
   request.spec = std::make_unique<UnitSpec>(full_spec());
   request.absent = {true, false};
+  request.extents = {1};
+  message.requests.emplace_back().spec = std::make_unique<UnitSpec>(open_spec());
   message.failure = ResponseError{1, "", ErrorCode::kCollective, 3, "the data plane of rank 3 failed"};
   return message;
 }
@@ -53,9 +64,12 @@ ResponseList full_responses() {
   bucket.bucket = 77;
   bucket.process_set = 3;
   bucket.units = {{4, ""}, {5, ""}, {17, "fresh"}, {kNoCacheId, "never cached"}, {0, ""}};
+  bucket.units[1].extents = {3, 0, INT64_MAX};
+  bucket.units[2].extents = {0};
   bucket.skipped = {{0, 1}, {2, 0}, {2, 99}};
   message.buckets.emplace_back().skip = true;
-  message.buckets.back().units = {{1, ""}};
+  message.buckets.back().units = {{1, ""}, {2, ""}};
+  message.buckets.back().described = {open_spec(), full_spec()};
   message.errors.push_back({2, "x", ErrorCode::kTensorMismatch, -1, "allreduce 'x': shape differs"});
   message.fatal = ResponseError{0, "", ErrorCode::kPeerLost, 3, "rank 3 was lost"};
   return message;
@@ -76,6 +90,7 @@ void expect_equal(const RequestList& a, const RequestList& b) {
   for (size_t i = 0; i < a.requests.size(); ++i) {
     EXPECT_EQ(a.requests[i].id, b.requests[i].id);
     EXPECT_EQ(a.requests[i].absent, b.requests[i].absent);
+    EXPECT_EQ(a.requests[i].extents, b.requests[i].extents);
     ASSERT_EQ(a.requests[i].spec != nullptr, b.requests[i].spec != nullptr);
     if (a.requests[i].spec) {
       EXPECT_EQ(*a.requests[i].spec, *b.requests[i].spec);
@@ -102,10 +117,12 @@ TEST(Wire, ResponsesRoundTrip) {
     EXPECT_EQ(copy.buckets[i].process_set, message.buckets[i].process_set);
     EXPECT_EQ(copy.buckets[i].skip, message.buckets[i].skip);
     EXPECT_EQ(copy.buckets[i].skipped, message.buckets[i].skipped);
+    EXPECT_EQ(copy.buckets[i].described, message.buckets[i].described);
     ASSERT_EQ(copy.buckets[i].units.size(), message.buckets[i].units.size());
     for (size_t j = 0; j < copy.buckets[i].units.size(); ++j) {
       EXPECT_EQ(copy.buckets[i].units[j].id, message.buckets[i].units[j].id);
       EXPECT_EQ(copy.buckets[i].units[j].name, message.buckets[i].units[j].name);
+      EXPECT_EQ(copy.buckets[i].units[j].extents, message.buckets[i].units[j].extents);
     }
   }
   ASSERT_EQ(copy.errors.size(), 1u);
@@ -229,8 +246,39 @@ TEST(Wire, HostileCounts) {
   EXPECT_TRUE(accepts_any(frame_of({'Q', 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 0x80, 1, 0, 0, 0})));
   // Ids below zero and beyond the last.
   EXPECT_TRUE(accepts_any(frame_of({'Q', 0, 0, 1, 0, 0})));
-  EXPECT_FALSE(accepts_any(frame_of({'Q', 0, 0, 1, 4, 0})));
+  EXPECT_FALSE(accepts_any(frame_of({'Q', 0, 0, 1, 8, 0})));
   EXPECT_FALSE(accepts_any(frame_of({'R', 0, 1, 0xff, 0xff, 0xff, 0xff, 0x1f, 0, 0, 0})));
+}
+
+TEST(Wire, DescriptionsAreOfUnitsOrThereAreNone) {
+  ResponseList message;
+  message.buckets.emplace_back().units = {{1, ""}, {2, ""}};
+  message.buckets.back().described = {open_spec()};
+  EXPECT_FALSE(accepts_any(encode(message)));
+  message.buckets.back().described.push_back(full_spec());
+  EXPECT_TRUE(accepts_any(encode(message)));
+}
+
+TEST(Wire, OnlyTheFirstDimensionOfSomeKindsMayBeOpen) {
+  const auto accepted = [](OpKind kind, Dims shape) {
+    UnitSpec spec = open_spec();
+    spec.kind = kind;
+    spec.tensors.front().shape = std::move(shape);
+    RequestList message;
+    message.requests.emplace_back().spec = std::make_unique<UnitSpec>(spec);
+    return accepts_any(encode(message));
+  };
+  for (const OpKind kind : {OpKind::kAllgather, OpKind::kAlltoall}) {
+    EXPECT_TRUE(accepted(kind, {-1}));
+    EXPECT_FALSE(accepted(kind, {}));
+    EXPECT_FALSE(accepted(kind, {3}));
+    EXPECT_FALSE(accepted(kind, {-1, -1}));
+    EXPECT_FALSE(accepted(kind, {-1, int64_t{1} << 62}));
+  }
+  EXPECT_FALSE(accepted(OpKind::kAllreduce, {-1}));
+  EXPECT_TRUE(accepted(OpKind::kAllreduce, {}));
+  EXPECT_FALSE(accepted(OpKind::kReduceScatter, {}));
+  EXPECT_TRUE(accepted(OpKind::kReduceScatter, {0}));
 }
 
 TEST(Wire, TensorsTooLargeForAnyMemoryAreRefused) {
