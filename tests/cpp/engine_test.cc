@@ -7,7 +7,6 @@
 #include <atomic>
 #include <numeric>
 #include <random>
-#include <stdexcept>
 
 #include "thread_ranks.h"
 
@@ -340,74 +339,6 @@ TEST(Engine, StallAbortsEverywhereWithTheSameError) {
   std::vector<float> values(3, 1);
   const Error error = error_of([&] { engines[2]->wait(engines[2]->submit(allreduce("late", values))); });
   EXPECT_EQ(error.code(), ErrorCode::kStalled) << error.what();
-}
-
-Submission uneven(OpKind kind, const std::string& name, std::vector<float>& values, Dims sizes) {
-  Submission submission = allreduce(name, values);
-  submission.kind = kind;
-  submission.tensors[0].input = contiguous_view(values.data(), DataType::kFloat32, std::move(sizes));
-  return submission;
-}
-
-TEST(Engine, RowsThatMakeNoSenseAreRefusedAtOnce) {
-  with_engines(2, [](Engine& engine) {
-    std::vector<float> values(6, 1.0F);
-    for (const OpKind kind : {OpKind::kAllgather, OpKind::kAlltoall, OpKind::kReduceScatter}) {
-      const Error error = error_of([&] { engine.submit(uneven(kind, "x", values, {})); });
-      EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument) << error.what();
-    }
-    for (const std::vector<int64_t>& splits : {std::vector<int64_t>{1, 1}, {2, 2}, {4, -1}, {INT64_MAX, 4}, {}}) {
-      Submission submission = uneven(OpKind::kAlltoall, "x", values, {3, 2});
-      submission.extents = splits;
-      EXPECT_EQ(error_of([&] { engine.submit(std::move(submission)); }).code(), ErrorCode::kInvalidArgument);
-    }
-    Submission three = uneven(OpKind::kAlltoall, "x", values, {3, 2});
-    three.extents = {1, 1, 1};
-    const Error error = error_of([&] { engine.wait(engine.submit(std::move(three))); });
-    EXPECT_EQ(error.code(), ErrorCode::kInvalidArgument);
-    EXPECT_NE(std::string(error.what()).find("3 splits for 1 tensor and 2 members"), std::string::npos) << error.what();
-    engine.wait(engine.submit(allreduce("x", values)));
-    EXPECT_EQ(values, std::vector<float>(6, 2));
-  });
-}
-
-TEST(Engine, AnAllgatherThatNobodyContributesToIsEmpty) {
-  with_engines(3, [](Engine& engine) {
-    for (int round = 0; round < 3; ++round) {
-      std::vector<float> values(6, 1.0F);
-      Submission submission = uneven(OpKind::kAllgather, "x", values, {3, 2});
-      submission.tensors[0].absent = true;
-      std::vector<Dims> made;
-      submission.allocate = [&made](size_t, const Dims& shape) {
-        made.push_back(shape);
-        return contiguous_view(nullptr, DataType::kFloat32, shape);
-      };
-      const Handle handle = engine.submit(std::move(submission));
-      engine.wait(handle);
-      EXPECT_EQ(made, std::vector<Dims>{Dims({0, 2})});
-      EXPECT_EQ(handle->skipped(), std::vector<bool>{true});
-      EXPECT_EQ(handle->extents(), (std::vector<int64_t>{0, 0, 0}));
-    }
-  });
-}
-
-TEST(Engine, NoMemoryForAResultFailsAllRanksAlike) {
-  for (int blamed = 0; blamed < 3; ++blamed) {
-    auto engines = make_engines(3);
-    on_ranks(3, [&](int rank) {
-      Engine& engine = *engines[static_cast<size_t>(rank)];
-      std::vector<float> values(6, 1.0F), result(18);
-      Submission submission = uneven(OpKind::kAllgather, "x", values, {3, 2});
-      submission.allocate = [&](size_t, const Dims& shape) -> TensorView {
-        if (rank == blamed) throw std::runtime_error("out of memory");
-        return contiguous_view(result.data(), DataType::kFloat32, shape);
-      };
-      const Error error = error_of([&] { engine.wait(engine.submit(std::move(submission))); });
-      EXPECT_EQ(error.code(), ErrorCode::kCollective);
-      EXPECT_EQ(error.rank(), blamed);
-      EXPECT_NE(std::string(error.what()).find("out of memory"), std::string::npos) << error.what();
-    });
-  }
 }
 
 TEST(Engine, SeveralThreadsOfOneRankWait) {
