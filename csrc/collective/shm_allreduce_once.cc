@@ -4,7 +4,7 @@
 
 namespace fusewire {
 
-void shm_allreduce_once(ShmContext& context, const ShmReduction& reduction) {
+void shm_allreduce_once(ShmContext& context, const Reduction& reduction) {
   BucketCursor& cursor = context.cursor;
   const int64_t chunk = ++context.chunk;
   const int64_t elements = cursor.elements();

@@ -14,7 +14,7 @@ namespace {
 // slots that holds for packing too: chunk i's slot was chunk i-4's, which a peer has left two steps ago.
 class Pipeline {
  public:
-  Pipeline(ShmContext& context, const ShmReduction& reduction, size_t chunk_bytes)
+  Pipeline(ShmContext& context, const Reduction& reduction, size_t chunk_bytes)
       : context_(context),
         reduction_(reduction),
         cursor_(context.cursor),
@@ -91,7 +91,7 @@ class Pipeline {
   }
 
   ShmContext& context_;
-  const ShmReduction& reduction_;
+  const Reduction& reduction_;
   BucketCursor& cursor_;
   int64_t first_;  // number of this bucket's first chunk
   int64_t chunk_elements_;
@@ -100,7 +100,7 @@ class Pipeline {
 
 }  // namespace
 
-void shm_allreduce_sliced(ShmContext& context, const ShmReduction& reduction, size_t chunk_bytes) {
+void shm_allreduce_sliced(ShmContext& context, const Reduction& reduction, size_t chunk_bytes) {
   Pipeline(context, reduction, chunk_bytes).run();
 }
 

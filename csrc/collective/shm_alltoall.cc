@@ -3,8 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "collective/part_counts.h"
 #include "collective/shm_exchange.h"
-#include "collective/shm_parts.h"
 
 namespace fusewire {
 

@@ -2,7 +2,6 @@
 // whatever goes wrong on one rank into an error on all.
 #include <algorithm>
 #include <array>
-#include <cmath>
 #include <exception>
 
 #include "collective/shm.h"
@@ -11,30 +10,6 @@
 
 namespace fusewire {
 namespace {
-
-struct Plan {
-  BucketCursor::Format format;
-  ShmReduction reduction;
-};
-
-// Where scales are applied. Compression narrows at packing, so the prescale goes there, to keep what it protects from
-// overflow in range; otherwise all scaling happens in the accumulator, once. Factors may cross the operator only if
-// they commute with it: a negative one turns Min into Max, and n factors cross a Product.
-Plan make_plan(const Bucket& bucket, int size) {
-  Plan plan{{bucket.dtype, bucket.wire}, {bucket.op, {bucket.postscale, 1}}};
-  if (bucket.op == ReduceOp::kAverage) plan.reduction = {ReduceOp::kSum, {bucket.postscale, size}};
-  if (bucket.wire != bucket.dtype) {
-    plan.format.factor = bucket.prescale;
-  } else {
-    double crossing = bucket.prescale;
-    if (bucket.op == ReduceOp::kProduct) crossing = std::pow(bucket.prescale, size);
-    if (bucket.prescale < 0 && bucket.op == ReduceOp::kMin) plan.reduction.op = ReduceOp::kMax;
-    if (bucket.prescale < 0 && bucket.op == ReduceOp::kMax) plan.reduction.op = ReduceOp::kMin;
-    plan.reduction.scale.factor = crossing * bucket.postscale;
-  }
-  plan.format.identity = plan.reduction.op;
-  return plan;
-}
 
 class ShmBackend final : public Backend {
  public:
@@ -115,7 +90,7 @@ class ShmBackend final : public Backend {
   }
 
   void allreduce(const Bucket& bucket) {
-    const Plan plan = make_plan(bucket, options_.size);
+    const ReductionPlan plan = plan_reduction(bucket, options_.size);
     context_.cursor.assign(bucket, plan.format);
     if (bucket.elements == 0) return;
     const size_t bytes = static_cast<size_t>(bucket.elements) * context_.cursor.wire_bytes();
@@ -135,7 +110,7 @@ class ShmBackend final : public Backend {
   }
 
   void reduce_scatter(const Bucket& bucket) {
-    const Plan plan = make_plan(bucket, options_.size);
+    const ReductionPlan plan = plan_reduction(bucket, options_.size);
     shm_reduce_scatter(context_, bucket, plan.reduction, plan.format);
   }
 

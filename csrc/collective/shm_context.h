@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "collective/bucket_cursor.h"
+#include "collective/reduction.h"
 #include "collective/shm_geometry.h"
 #include "collective/shm_region.h"
 #include "collective/shm_wait.h"
@@ -36,17 +37,11 @@ struct ShmContext {
   int size() const { return region.size(); }
 };
 
-// The arithmetic of a bucket, the same on all ranks.
-struct ShmReduction {
-  ReduceOp op = ReduceOp::kSum;
-  Scale scale;
-};
-
 // Everybody packs all it has, waits once, and reduces everything itself. The whole bucket must fit one slot.
-void shm_allreduce_once(ShmContext& context, const ShmReduction& reduction);
+void shm_allreduce_once(ShmContext& context, const Reduction& reduction);
 
 // Chunk by chunk, each rank reduces the slice it owns and collects the others' slices, in a pipeline of three stages.
-void shm_allreduce_sliced(ShmContext& context, const ShmReduction& reduction, size_t chunk_bytes);
+void shm_allreduce_sliced(ShmContext& context, const Reduction& reduction, size_t chunk_bytes);
 
 // Chunk by chunk, the root packs and the others unpack.
 void shm_broadcast(ShmContext& context, int root, size_t chunk_bytes);
@@ -54,7 +49,7 @@ void shm_broadcast(ShmContext& context, int root, size_t chunk_bytes);
 // Whose parts are which: backend.h Note [Counts]. These make their own rows.
 void shm_allgather(ShmContext& context, const Bucket& bucket);
 void shm_alltoall(ShmContext& context, const Bucket& bucket);
-void shm_reduce_scatter(ShmContext& context, const Bucket& bucket, const ShmReduction& reduction,
+void shm_reduce_scatter(ShmContext& context, const Bucket& bucket, const Reduction& reduction,
                         const BucketCursor::Format& format);
 
 }  // namespace fusewire

@@ -8,7 +8,7 @@ namespace {
 struct Range {
   ShmContext& context;
   BucketCursor& cursor;
-  const ShmReduction& reduction;
+  const Reduction& reduction;
   int64_t begin;
   std::byte* results;
   bool publish_results;
@@ -53,8 +53,8 @@ struct Range {
 
 }  // namespace
 
-void shm_reduce_home(ShmContext& context, BucketCursor& cursor, const ShmReduction& reduction, int64_t begin,
-                     int64_t end, std::byte* results, bool publish_results) {
+void shm_reduce_home(ShmContext& context, BucketCursor& cursor, const Reduction& reduction, int64_t begin, int64_t end,
+                     std::byte* results, bool publish_results) {
   const Range range{context, cursor, reduction, begin, results, publish_results};
   int64_t waiting = begin;  // staged pieces from here on have not been reduced yet
   cursor.for_each(begin, end, [&](const BucketCursor::Piece& piece) {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "collective/shm_parts.h"
+#include "collective/part_counts.h"
 #include "collective/shm_reduce.h"
 
 namespace fusewire {
@@ -14,7 +14,7 @@ constexpr size_t kSliceAlignment = 64;
 // In step i a rank packs the slices of chunk i that others own and reduces its own slice of chunk i-1.
 class Pipeline {
  public:
-  Pipeline(ShmContext& context, const ShmReduction& reduction, int64_t longest, size_t chunk_bytes)
+  Pipeline(ShmContext& context, const Reduction& reduction, int64_t longest, size_t chunk_bytes)
       : context_(context),
         reduction_(reduction),
         first_(context.chunk + 1),
@@ -68,7 +68,7 @@ class Pipeline {
   }
 
   ShmContext& context_;
-  const ShmReduction& reduction_;
+  const Reduction& reduction_;
   int64_t first_;  // number of this bucket's first chunk
   size_t slice_bytes_;
   int64_t slice_;  // elements
@@ -77,7 +77,7 @@ class Pipeline {
 
 }  // namespace
 
-void shm_reduce_scatter(ShmContext& context, const Bucket& given, const ShmReduction& reduction,
+void shm_reduce_scatter(ShmContext& context, const Bucket& given, const Reduction& reduction,
                         const BucketCursor::Format& format) {
   const int size = context.size();
   const DetachedBucket detached(given, size, context.rank);

@@ -3,6 +3,7 @@
 #include <optional>
 #include <string>
 
+#include "collective/stop_word.h"
 #include "common/futex.h"
 
 namespace fusewire {
@@ -12,13 +13,6 @@ using Clock = std::chrono::steady_clock;
 
 constexpr int kLooksPerClock = 8;  // reading the clock costs about as much as a pause
 
-// Note [The abort word]
-// 0: all is well. Otherwise code and rank of the error that every rank throws. The reason in words stays with the rank
-// that knows it (the control plane tells it to the others).
-uint32_t encode_stop(ErrorCode code, int rank) {
-  return (static_cast<uint32_t>(rank + 1) << 8) | (static_cast<uint32_t>(code) + 1);
-}
-
 std::string list(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
   for (size_t i = 0; i < ranks.size(); ++i) {
@@ -26,12 +20,6 @@ std::string list(const std::vector<int>& ranks) {
     text += std::to_string(ranks[i]);
   }
   return text;
-}
-
-[[noreturn]] void throw_stop(uint32_t word) {
-  const auto code = static_cast<ErrorCode>((word & 0xff) - 1);
-  const int rank = static_cast<int>(word >> 8) - 1;
-  throw Error(code, "a shared-memory collective was stopped", rank);
 }
 
 }  // namespace
@@ -128,8 +116,7 @@ void ShmWaiter::sleep(int first, int last, ShmStage stage, int64_t chunk, std::c
 }
 
 void ShmWaiter::stop(ErrorCode code, int rank) noexcept {
-  uint32_t none = 0;
-  region_.header().aborted.compare_exchange_strong(none, encode_stop(code, rank), std::memory_order_seq_cst);
+  StopWord(region_.header().aborted).stop(code, rank);
   for (int peer = 0; peer < region_.size(); ++peer) {
     std::atomic<uint32_t>& asleep = region_.sleeper(peer).asleep;
     asleep.exchange(0, std::memory_order_seq_cst);
@@ -138,9 +125,7 @@ void ShmWaiter::stop(ErrorCode code, int rank) noexcept {
 }
 
 void ShmWaiter::throw_if_stopped() const {
-  const uint32_t word = region_.header().aborted.load(std::memory_order_acquire);
-  if (word != 0) [[unlikely]]
-    throw_stop(word);
+  StopWord(region_.header().aborted).throw_if_stopped("a shared-memory collective");
 }
 
 std::vector<int> ShmWaiter::behind(int first, int last, ShmStage stage, int64_t chunk) const {

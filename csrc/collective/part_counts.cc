@@ -1,4 +1,4 @@
-#include "collective/shm_parts.h"
+#include "collective/part_counts.h"
 
 #include <algorithm>
 #include <numeric>
