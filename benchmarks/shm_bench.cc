@@ -3,8 +3,9 @@
 //   shm_bench [-n RANKS] [-t SECONDS_PER_ROW] [--spin US] [--chunk BYTES] [--out-of-place] [--pin] [ROW...]
 //
 // Rows are named like the table's first column; without any, all run. A time is that of the slowest rank in one
-// iteration; "min" and "median" are over iterations. memcpy is glibc's, by all ranks at once, of as many bytes, with
-// the destination touched before. It runs interleaved with the collective, so both see the same neighbours.
+// iteration; "min" and "median" are over iterations. Sizes are those of a rank's input. memcpy is glibc's, by all ranks
+// at once, of as many bytes, with the destination touched before. It runs interleaved with the collective, so both see
+// the same neighbours.
 #include <sched.h>
 #include <sys/mman.h>
 #include <sys/wait.h>
@@ -34,6 +35,7 @@ struct Row {
   DataType wire;
   std::vector<int64_t> counts;  // elements of each tensor
   OpKind kind = OpKind::kAllreduce;
+  ReduceOp op = ReduceOp::kAverage;
 };
 
 // Convolutions, normalisations and the classifier of ResNet-50: 161 tensors, 25.6 million parameters.
@@ -94,6 +96,19 @@ std::vector<Row> all_rows() {
   rows.push_back({"10000x8", f32, f32, std::vector<int64_t>(10'000, 8)});
   rows.push_back({"bcast-64MB", f32, f32, {16 << 20}, OpKind::kBroadcast});
   rows.push_back({"bcast-4B", f32, f32, {1}, OpKind::kBroadcast});
+  for (const auto& [name, count] : {std::pair{"adasum-4KB", 1 << 10}, std::pair{"adasum-64KB", 16 << 10},
+                                    std::pair{"adasum-1MB", 1 << 18}, std::pair{"adasum-64MB", 16 << 20}}) {
+    rows.push_back({name, f32, f32, {count}, OpKind::kAllreduce, ReduceOp::kAdasum});
+  }
+  rows.push_back({"adasum-resnet50", f32, f32, resnet50(), OpKind::kAllreduce, ReduceOp::kAdasum});
+  for (const auto& [name, kind] : {std::pair{"gather", OpKind::kAllgather}, std::pair{"a2a", OpKind::kAlltoall},
+                                   std::pair{"rs", OpKind::kReduceScatter}}) {
+    for (const auto& [size, bytes] : {std::pair{"4KB", 4 << 10}, std::pair{"64KB", 64 << 10}, std::pair{"1MB", 1 << 20},
+                                      std::pair{"16MB", 16 << 20}, std::pair{"64MB", 64 << 20}}) {
+      rows.push_back({std::string(name) + "-" + size, f32, f32, {bytes / 4}, kind});
+    }
+    rows.push_back({std::string(name) + "-1000x1000", f32, f32, std::vector<int64_t>(1000, 1000), kind});
+  }
   return rows;
 }
 
@@ -139,17 +154,25 @@ class Rank {
                               : (settings.ranks > static_cast<int>(std::thread::hardware_concurrency()) ? 0 : 20));
     backend_ = make_shm_backend(region, options);
     bucket_.kind = row.kind;
-    bucket_.op = ReduceOp::kAverage;
+    bucket_.op = row.op;
     bucket_.dtype = row.dtype;
     bucket_.wire = row.wire;
+    const auto n = static_cast<size_t>(settings.ranks);
     for (const int64_t count : row.counts) {
       const size_t bytes = static_cast<size_t>(count) * size_of(row.dtype);
+      const bool parts = row.kind == OpKind::kAlltoall || row.kind == OpKind::kReduceScatter;
+      const int64_t share = parts ? count / settings.ranks : count;
       memory_.emplace_back(bytes, std::byte{0});
-      copies_.emplace_back(bytes, std::byte{1});
-      const TensorView in = contiguous_view(memory_.back().data(), row.dtype, {count});
-      const TensorView out = contiguous_view(copies_.back().data(), row.dtype, {count});
-      bucket_.segments.push_back({in, settings.out_of_place ? out : in});
-      bucket_.elements += count;
+      copies_.emplace_back(row.kind == OpKind::kAllgather ? bytes * n : bytes, std::byte{1});
+      const TensorView in = contiguous_view(memory_.back().data(), row.dtype, {parts ? share * settings.ranks : count});
+      TensorView out = contiguous_view(copies_.back().data(), row.dtype, in.sizes);
+      std::vector<int64_t> counts;
+      if (row.kind == OpKind::kAllgather) out.sizes = {count * settings.ranks};
+      if (row.kind == OpKind::kReduceScatter) out.sizes = {share};
+      if (row.kind == OpKind::kAllgather || row.kind == OpKind::kReduceScatter) counts.assign(n, share);
+      if (row.kind == OpKind::kAlltoall) counts.assign(n * n, share);
+      bucket_.segments.push_back({in, settings.out_of_place || !counts.empty() ? out : in, counts});
+      bucket_.elements += in.numel();
     }
   }
 

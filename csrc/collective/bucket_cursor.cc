@@ -142,6 +142,18 @@ void BucketCursor::gather_staged(int64_t begin, int64_t end, std::byte* staging)
   });
 }
 
+const std::byte* BucketCursor::in_order(int64_t begin, int64_t end, std::byte* staging) {
+  const std::byte* found = staging;
+  for_each(begin, end, [&](const Piece& piece) {
+    if (direct_ && piece.in != nullptr) {
+      found = piece.in;
+    } else {
+      gather_piece(piece, staging);
+    }
+  });
+  return found;
+}
+
 void BucketCursor::scatter(const std::byte* staging, int64_t begin, int64_t end) {
   for_each(begin, end, [&](const Piece& piece) {
     scatter_piece(piece, staging + static_cast<size_t>(piece.begin - begin) * wire_bytes_);

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "collective/backend.h"
@@ -25,7 +26,8 @@ class BucketCursor {
     std::byte* out;           // the same of the output
     const TensorView* input;  // null: this rank has no part in it (a view without data: it is absent)
     const TensorView* output;
-    bool stream;  // the output is best written by stream_copy()
+    size_t entry;  // number of the part in the row, empty ones not counted
+    bool stream;   // the output is best written by stream_copy()
   };
 
   // How a row is moved: its type here and in staging, what packing multiplies by, and what an absent rank contributes
@@ -57,6 +59,12 @@ class BucketCursor {
   bool overlaps(int64_t begin, int64_t end) const { return begin < first_ + elements_ && end > first_; }
   DataType wire() const { return format_.wire; }
 
+  // Parts of segments that are not empty, and where each one lies.
+  size_t entries() const { return entries_.size(); }
+  std::pair<int64_t, int64_t> entry(size_t index) const {
+    return {entries_[index].begin, entries_[index].begin + entries_[index].count};
+  }
+
   // Calls visit(piece) for the non-empty parts of segments that make up [begin, end), in order.
   template <typename Visit>
   void for_each(int64_t begin, int64_t end, Visit&& visit);
@@ -70,6 +78,10 @@ class BucketCursor {
   // This rank's contribution to [begin, end), into contiguous `staging`. The second form leaves holes where in_place().
   void gather(int64_t begin, int64_t end, std::byte* staging);
   void gather_staged(int64_t begin, int64_t end, std::byte* staging);
+
+  // The contribution to [begin, end), which is not empty and inside one entry: where it lies if it needs no packing,
+  // else in `staging`.
+  const std::byte* in_order(int64_t begin, int64_t end, std::byte* staging);
 
   // Results for [begin, end) to the outputs. The second form leaves out those that are their own input.
   void scatter(const std::byte* staging, int64_t begin, int64_t end);
@@ -121,7 +133,7 @@ void BucketCursor::for_each(int64_t begin, int64_t end, Visit&& visit) {
     visit(Piece{
         begin, count, entry.in_offset + offset, entry.out_offset + offset,
         entry.in != nullptr ? entry.in + bytes : nullptr, entry.out != nullptr ? entry.out + bytes : nullptr,
-        entry.input, entry.output,
+        entry.input, entry.output, i,
         streams_ && entry.out != nullptr && count >= direct_elements_ && (entry.out != entry.in || !reads_inputs_)});
     begin += count;
     hint_ = i;

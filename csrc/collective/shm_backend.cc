@@ -95,10 +95,21 @@ class ShmBackend final : public Backend {
     if (bucket.elements == 0) return;
     const size_t bytes = static_cast<size_t>(bucket.elements) * context_.cursor.wire_bytes();
     const size_t chunk = context_.geometry.for_reduction(bytes);
-    if (chunk == 0) {
+    if (bucket.op == ReduceOp::kAdasum && options_.size > 1) {
+      adasum(plan, bytes, chunk);
+    } else if (chunk == 0) {
       shm_allreduce_once(context_, plan.reduction);
     } else {
       shm_allreduce_sliced(context_, plan.reduction, chunk);
+    }
+  }
+
+  // Of one rank it is the scaled input, as a Sum is.
+  void adasum(const ReductionPlan& plan, size_t bytes, size_t chunk) {
+    if (chunk == 0 || context_.geometry.adasum_at_once(bytes)) {
+      shm_adasum_once(context_, plan.reduction.scale.factor);
+    } else {
+      shm_adasum_sliced(context_, plan.reduction.scale.factor, chunk);
     }
   }
 

@@ -43,6 +43,10 @@ void shm_allreduce_once(ShmContext& context, const Reduction& reduction);
 // Chunk by chunk, each rank reduces the slice it owns and collects the others' slices, in a pipeline of three stages.
 void shm_allreduce_sliced(ShmContext& context, const Reduction& reduction, size_t chunk_bytes);
 
+// The same two ways for Adasum, `factor` times over. `chunk_bytes` is the first pass's too.
+void shm_adasum_once(ShmContext& context, double factor);
+void shm_adasum_sliced(ShmContext& context, double factor, size_t chunk_bytes);
+
 // Chunk by chunk, the root packs and the others unpack.
 void shm_broadcast(ShmContext& context, int root, size_t chunk_bytes);
 

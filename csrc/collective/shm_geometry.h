@@ -13,6 +13,9 @@ class ShmGeometry {
   // The chunk for a reduction of `bytes` (in the type of the wire); 0: all at once.
   size_t for_reduction(size_t bytes) const;
 
+  // Whether every rank does the whole of an Adasum of `bytes` itself.
+  bool adasum_at_once(size_t bytes) const;
+
   // The chunk where a rank gives at most `bytes` to others, who only copy them.
   size_t for_copying(size_t bytes) const;
 

@@ -34,6 +34,30 @@ struct ReduceArgs {
   Scale scale;
 };
 
+// All dot products of floating sources among each other in fp64, in an order that depends on `count` alone. scales[s]
+// is a power of two that source s is multiplied by first where dtype is fp64 (no other type's squares leave fp64).
+struct DotArgs {
+  const void* const* sources = nullptr;  // `source_count` arrays of `count` elements
+  const double* scales = nullptr;        // `source_count` of them, whatever the dtype
+  int source_count = 0;
+  size_t count = 0;
+  DataType dtype = DataType::kFloat32;
+  double* dots = nullptr;  // of sources (0, 0), (0, 1), ... (0, n - 1), (1, 1), (1, 2), ...
+};
+
+// result = round((sum of (source * scale) * coefficient) * factor), floating types only, computed in fp64.
+struct CombineArgs {
+  const void* const* sources = nullptr;
+  const double* scales = nullptr;  // as in DotArgs
+  const double* coefficients = nullptr;
+  int source_count = 0;
+  double factor = 1.0;
+  void* destination = nullptr;  // may equal one of the sources
+  void* second = nullptr;       // as in ReduceArgs
+  size_t count = 0;
+  DataType dtype = DataType::kFloat32;
+};
+
 struct CpuKernels {
   std::string_view isa;  // "reference", "sse2", "avx2", "avx512" ("neon" on arm)
 
@@ -44,6 +68,10 @@ struct CpuKernels {
   void (*cast)(DataType from, const void* source, DataType to, void* destination, size_t count, double factor);
 
   void (*reduce)(const ReduceArgs& args);
+
+  // For Adasum; see kernels/adasum.h for the order of operations.
+  void (*dots)(const DotArgs& args);
+  void (*combine)(const CombineArgs& args);
 };
 
 const CpuKernels& cpu_kernels();                         // the best one for this machine, chosen once

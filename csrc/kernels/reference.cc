@@ -4,6 +4,7 @@
 
 #include <cstring>
 
+#include "kernels/adasum.h"
 #include "kernels/dispatch.h"
 
 namespace fusewire {
@@ -30,7 +31,35 @@ void reduce(const ReduceArgs& args) {
   if (args.second != nullptr) copy(args.second, args.destination, args.count * size_of(args.dtype));
 }
 
+void dots(const DotArgs& args) {
+  visit_floating(args.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::Type;
+    for (int i = 0; i < args.source_count; ++i) {
+      for (int j = i; j < args.source_count; ++j) {
+        double lanes[kDotLanes] = {};
+        add_products<T>(args.sources[i], args.scales[i], args.sources[j], args.scales[j], 0, args.count, lanes);
+        args.dots[pair_index(args.source_count, i, j)] = fold_lanes(lanes);
+      }
+    }
+  });
+}
+
+void combine(const CombineArgs& args) {
+  combine_plainly(args, 0, args.count);
+  if (args.second != nullptr) copy(args.second, args.destination, args.count * size_of(args.dtype));
+}
+
 }  // namespace
+
+void combine_plainly(const CombineArgs& args, size_t begin, size_t end) {
+  visit_floating(args.dtype, [&](auto tag) {
+    using T = typename decltype(tag)::Type;
+    for (size_t i = begin; i < end; ++i) {
+      store(args.destination, i,
+            combine_element<T>(args.sources, args.scales, args.coefficients, args.source_count, i, args.factor));
+    }
+  });
+}
 
 void reduce_plainly(const ReduceArgs& args, size_t begin, size_t end) {
   visit_type(args.dtype, [&](auto type_tag, size_t per_element) {
@@ -45,6 +74,6 @@ void reduce_plainly(const ReduceArgs& args, size_t begin, size_t end) {
   });
 }
 
-const CpuKernels kReferenceKernels = {"reference", copy, cast, reduce};
+const CpuKernels kReferenceKernels = {"reference", copy, cast, reduce, dots, combine};
 
 }  // namespace fusewire

@@ -9,5 +9,6 @@ extern const CpuKernels kReferenceKernels;
 
 // Elements [begin, end) of a reduction, `args.second` left out; for what does not fill a vector.
 void reduce_plainly(const ReduceArgs& args, size_t begin, size_t end);
+void combine_plainly(const CombineArgs& args, size_t begin, size_t end);
 
 }  // namespace fusewire

@@ -66,7 +66,7 @@ TEST_P(ShmAllreduce, EveryTypeAndOperatorAtEveryEdge) {
     std::vector<Case> cases;
     for (int o = 0; o < kReduceOpCount; ++o) {
       const auto op = static_cast<ReduceOp>(o);
-      if (!supports(dtype, op)) continue;
+      if (!supports(dtype, op) || op == ReduceOp::kAdasum) continue;  // that has a test of its own
       for (const int64_t count : edge_counts(dtype, GetParam())) {
         Case c;
         c.size = GetParam();
@@ -91,7 +91,7 @@ TEST_P(ShmAllreduce, ScalesReachTheAccumulator) {
         c.size = GetParam();
         c.dtype = c.wire = dtype;
         c.op = static_cast<ReduceOp>(o);
-        if (!supports(dtype, c.op)) continue;
+        if (!supports(dtype, c.op) || c.op == ReduceOp::kAdasum) continue;
         c.prescale = pre;
         c.postscale = post;
         c.shapes = {{100}, {1031}, {3, 5}};

@@ -68,6 +68,8 @@ struct Loop {
         narrow_to<W, T, kLanes>(to + u * kLanes * static_cast<int>(sizeof(T)), acc[u]);
   }
 
+  void plainly(size_t begin, size_t end) const { reduce_plainly(args, begin, end); }
+
   FUSEWIRE_ALWAYS_INLINE V read(int s, size_t i, int u) const {
     const char* const from = kSources > 0 ? fixed[s] : static_cast<const char*>(args.sources[s]);
     return widen_from<W, T, kLanes>(from + (i + static_cast<size_t>(u * kLanes)) * sizeof(T));
@@ -86,13 +88,13 @@ struct Loop {
 // The second destination is filled from the first while that is in the innermost cache.
 constexpr size_t kBlockBytes = 8192;
 
-template <class L, class T>
-inline void run_blocks(const ReduceArgs& args, const L& loop) {
+template <class T, class Args, class L>
+inline void run_blocks(const Args& args, const L& loop) {
   const size_t block = args.second == nullptr ? args.count : kBlockBytes / sizeof(T);
   for (size_t begin = 0; begin < args.count; begin += block) {
     const size_t end = args.count - begin < block ? args.count : begin + block;
     const size_t done = loop.run(begin, end);
-    if (done < end) reduce_plainly(args, done, end);
+    if (done < end) loop.plainly(done, end);
     if (args.second != nullptr) {
       copy_bytes(static_cast<char*>(args.second) + begin * sizeof(T),
                  static_cast<const char*>(args.destination) + begin * sizeof(T), (end - begin) * sizeof(T));
@@ -103,7 +105,7 @@ inline void run_blocks(const ReduceArgs& args, const L& loop) {
 template <class T, class W, Combine kOp, int kSources, Scaling kScaling, bool kCheck>
 inline void run_loop(const ReduceArgs& args, double factor = 1.0, double divisor = 1.0) {
   using L = Loop<T, W, kOp, kSources, kScaling, kCheck>;
-  run_blocks<L, T>(args, L(args, factor, divisor));
+  run_blocks<T>(args, L(args, factor, divisor));
 }
 
 // ---- choosing the loop ----

@@ -1,5 +1,6 @@
 // The table of one instruction set. Compiled once for each, with FUSEWIRE_ISA naming it (isa.cmake);
 // element.h: Note [One namespace per instruction set].
+#include "kernels/cpu/adasum.h"
 #include "kernels/cpu/cast.h"
 #include "kernels/cpu/copy.h"
 #include "kernels/cpu/reduce.h"
@@ -56,10 +57,18 @@ void reduce(const ReduceArgs& args) {
   });
 }
 
+void dots(const DotArgs& args) {
+  visit_floating(args.dtype, [&](auto tag) { dot_products<typename decltype(tag)::Type>(args); });
+}
+
+void combine(const CombineArgs& args) {
+  visit_floating(args.dtype, [&](auto tag) { combine_sources<typename decltype(tag)::Type>(args); });
+}
+
 }  // namespace
 
 extern const CpuKernels kKernels;
-const CpuKernels kKernels = {FUSEWIRE_QUOTE(FUSEWIRE_ISA), copy, cast, reduce};
+const CpuKernels kKernels = {FUSEWIRE_QUOTE(FUSEWIRE_ISA), copy, cast, reduce, dots, combine};
 
 }  // namespace FUSEWIRE_ISA
 }  // namespace fusewire::element
