@@ -1,8 +1,10 @@
 #include "torch/handle_object.h"
 
+#include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <algorithm>
 #include <memory>
 
 #include "torch/python_errors.h"
@@ -38,6 +40,10 @@ PyObject* handle_done(PyObject* self, PyObject*) {
   });
 }
 
+PyObject* handle_extents(PyObject* self, PyObject*) {
+  return guarded([self] { return py::cast(operation_of(self).handle->extents()).release().ptr(); });
+}
+
 PyObject* handle_repr(PyObject* self) {
   return PyUnicode_FromFormat("<fusewire.Handle %s>", operation_of(self).handle->done() ? "done" : "pending");
 }
@@ -51,10 +57,13 @@ void handle_dealloc(PyObject* self) {
 
 PyMethodDef handle_methods[] = {
     {"wait", handle_wait, METH_NOARGS,
-     "wait() -> Tensor | list[Tensor] | None\n\nBlocks until the operation is done and returns its result: the input "
+     "wait() -> Tensor | list[Tensor] | tuple[Tensor, Tensor] | None\n\nBlocks until the operation is done and returns "
+     "its result: the input "
      "tensor itself for an in-place operation. Raises the operation's error (TensorMismatchError, PeerLostError, ...). "
      "May be called again."},
     {"done", handle_done, METH_NOARGS, "done() -> bool\n\nWhether the operation has finished or failed. Never blocks."},
+    {"_extents", handle_extents, METH_NOARGS,
+     "_extents() -> list[int]\n\nOnce done: how many rows came from each member, for one tensor after the other."},
     {nullptr, nullptr, 0, nullptr}};
 
 PyType_Slot handle_slots[] = {
@@ -67,8 +76,20 @@ PyType_Slot handle_slots[] = {
 PyType_Spec handle_spec = {"fusewire._core.Handle", sizeof(HandleObject), 0,
                            Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, handle_slots};
 
-PyObject* wrap(const Outcome& outcome) {
+PyObject* wrap_with_splits(const at::Tensor& result, const std::vector<int64_t>& received) {
+  const auto output = py::reinterpret_steal<py::object>(THPVariable_Wrap(result));
+  if (!output) throw py::error_already_set();
+  at::Tensor splits(at::detail::empty_cpu({static_cast<int64_t>(received.size())}, at::kInt));
+  std::transform(received.begin(), received.end(), static_cast<int32_t*>(splits.mutable_data_ptr()),
+                 [](int64_t rows) { return static_cast<int32_t>(rows); });
+  const auto second = py::reinterpret_steal<py::object>(THPVariable_Wrap(std::move(splits)));
+  if (!second) throw py::error_already_set();
+  return PyTuple_Pack(2, output.ptr(), second.ptr());
+}
+
+PyObject* wrap(const Outcome& outcome, const HandleState& handle) {
   if (outcome.is_none) Py_RETURN_NONE;
+  if (outcome.with_splits) return wrap_with_splits(outcome.results.front(), handle.extents());
   if (!outcome.is_list) return THPVariable_Wrap(outcome.results.front());
   py::list list(outcome.results.size());
   for (size_t i = 0; i < outcome.results.size(); ++i) {
@@ -87,12 +108,18 @@ PyObject* finish(PyEngine& engine, const Handle& handle, Outcome& outcome) {
     engine.get().wait(handle, check_signals);
   }
   handle->drop_keep_alive();
+  if (outcome.made) outcome.results = std::move(*std::exchange(outcome.made, nullptr));
   if (!outcome.copy_back.empty()) {
     at::NoGradGuard no_grad;
     for (const auto& [from, to] : outcome.copy_back) to.copy_(from);
     outcome.copy_back.clear();
   }
-  return wrap(outcome);
+  return wrap(outcome, *handle);
+}
+
+PyObject* run(const PyEnginePtr& engine, Submission submission, Outcome outcome, bool wait) {
+  Handle handle = engine->get().submit(std::move(submission), !wait);
+  return wait ? finish(*engine, handle, outcome) : make_handle(engine, std::move(handle), std::move(outcome));
 }
 
 PyObject* make_handle(PyEnginePtr engine, Handle handle, Outcome outcome) {

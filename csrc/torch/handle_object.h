@@ -3,6 +3,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <memory>
 #include <utility>
 #include <vector>
 
@@ -13,14 +14,21 @@ namespace fusewire::binding {
 // What happens with the tensors of one operation once it is done.
 struct Outcome {
   std::vector<at::Tensor> results;
-  bool is_list = false;  // a grouped operation answers with a list
-  bool is_none = false;  // a barrier answers with None
+  // Allgather, alltoall: the engine makes the results as soon as it knows their shapes, and puts them here (one per
+  // tensor). finish() moves them to `results`.
+  std::shared_ptr<std::vector<at::Tensor>> made;
+  bool is_list = false;      // a grouped operation answers with a list
+  bool is_none = false;      // a barrier answers with None
+  bool with_splits = false;  // an alltoall with splits answers with (output, rows received from each member)
   // In-place on conj() or neg() views: the plain copy that was communicated, and where it belongs.
   std::vector<std::pair<at::Tensor, at::Tensor>> copy_back;
 };
 
 // Waits without the GIL, settles the copies and returns the results as a new reference. Throws the operation's error.
 PyObject* finish(PyEngine& engine, const Handle& handle, Outcome& outcome);
+
+// Submits; then waits and returns the results, or returns a Handle.
+PyObject* run(const PyEnginePtr& engine, Submission submission, Outcome outcome, bool wait);
 
 PyObject* make_handle(PyEnginePtr engine, Handle handle, Outcome outcome);
 

@@ -20,6 +20,7 @@ void register_codes(py::module_& module) {
   op("MIN", ReduceOp::kMin);
   op("MAX", ReduceOp::kMax);
   op("PRODUCT", ReduceOp::kProduct);
+  op("ADASUM", ReduceOp::kAdasum);
   module.attr("FLOAT16") = static_cast<int>(DataType::kFloat16);
   module.attr("BFLOAT16") = static_cast<int>(DataType::kBFloat16);
 }
@@ -36,5 +37,7 @@ PYBIND11_MODULE(_core, module) {
   register_engine(module);
   register_handle(module);
   register_ops(module);
+  register_gather(module);
+  register_sets(module);
   register_hooks(module);
 }

@@ -9,12 +9,14 @@ AVERAGE: int
 MIN: int
 MAX: int
 PRODUCT: int
+ADASUM: int
 FLOAT16: int
 BFLOAT16: int
 
 class Handle:
     def wait(self) -> Any: ...
     def done(self) -> bool: ...
+    def _extents(self) -> list[int]: ...
 
 class Engine:
     @property
@@ -87,3 +89,32 @@ def broadcast(
 ) -> Any: ...
 def barrier(engine: Engine | None, process_set_id: int | None, wait: bool) -> None: ...
 def add_process_set(engine: Engine | None, ranks: Sequence[int]) -> int: ...
+def join(engine: Engine | None) -> int: ...
+def adopt_process_set(engine: Engine | None, ranks: Sequence[int]) -> int: ...
+def remove_process_set(engine: Engine | None, process_set_id: int) -> None: ...
+def allgather(
+    engine: Engine | None,
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    process_set_id: int | None,
+    name: str | None,
+    wait: bool,
+) -> Any: ...
+def alltoall(
+    engine: Engine | None,
+    tensor: torch.Tensor,
+    splits: Sequence[int] | None,
+    process_set_id: int | None,
+    name: str | None,
+    wait: bool,
+) -> Any: ...
+def reducescatter(
+    engine: Engine | None,
+    tensors: torch.Tensor | Sequence[torch.Tensor],
+    op: int | None,
+    prescale: float,
+    postscale: float,
+    process_set_id: int | None,
+    name: str | None,
+    wire: int | None,
+    wait: bool,
+) -> Any: ...

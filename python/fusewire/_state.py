@@ -7,7 +7,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from . import _core
@@ -25,19 +25,26 @@ _failure: str | None = None  # the text of an uncaught exception of the main thr
 _thread_failure: str | None = None
 
 
-def init(process_sets: Iterable[ProcessSet | list[int]] | None = None, **knobs: Any) -> None:
+def init(
+    comm: Sequence[int] | None = None,
+    process_sets: Iterable[ProcessSet | list[int]] | str | None = None,
+    **knobs: Any,
+) -> None:
     """Joins this process to its job and starts the engine. Does nothing while the engine is running.
 
     The launcher's variables (torchrun, mpirun, srun) or an initialised default group of torch.distributed say which
     rank this is; without any of them the process is alone: rank 0 of 1.
 
     Args:
-        process_sets: sets to register at once; the same list on every rank.
+        comm: accepted for Horovod's sake where it means all ranks of the job.
+        process_sets: sets to register at once; the same list on every rank. Sets may be added and removed at any time,
+            so Horovod's "dynamic" is accepted and means none.
         knobs: the fields that FUSEWIRE_* variables set too, in lower case: `fusion_threshold` (bytes),
             `cache_capacity` (tensors), `stall_check_time`, `stall_abort_time`, `start_timeout` (seconds), `spin_us`,
             `inline_limit`, `shm_chunk` (bytes), `backend`, `log_level`.
 
-    Raises ValueError for a bad variable or knob, PeerLostError naming the ranks that did not come.
+    Raises ValueError for a bad variable, knob or `comm`, TypeError for an MPI communicator, PeerLostError naming the
+    ranks that did not come.
     """
     global _engine, _place, _pid, _failure, _thread_failure
     from . import _rendezvous
@@ -46,10 +53,19 @@ def init(process_sets: Iterable[ProcessSet | list[int]] | None = None, **knobs: 
     with _lock:
         if is_initialized():
             return
+        chosen = _chosen_ranks(comm)
+        if isinstance(process_sets, str):
+            if process_sets.lower() != "dynamic":
+                raise ValueError(f'process_sets must be a list of sets or "dynamic", got {process_sets!r}')
+            process_sets = None
         timeout = knobs.pop("start_timeout", None)
         texts = {name: _text(value) for name, value in knobs.items()}
         _core.check_config(texts)
         place = _rendezvous.rendezvous(None if timeout is None else float(timeout))
+        if chosen is not None and chosen != list(range(place.size)):
+            raise ValueError(
+                f"init(comm={chosen}): all {place.size} ranks of the job take part; for some of them make a ProcessSet"
+            )
         engine = place.connect(_core, texts)
         place.complete()
         _watch_exit()
@@ -59,6 +75,17 @@ def init(process_sets: Iterable[ProcessSet | list[int]] | None = None, **knobs: 
         sets._forget_all()  # a forked child inherited its parent's
         for process_set in process_sets or ():
             sets.add_process_set(process_set)
+
+
+def _chosen_ranks(comm: Any) -> list[int] | None:
+    if comm is None:
+        return None
+    try:
+        return sorted(int(rank) for rank in comm)
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"init(comm=) takes a list of ranks, got {type(comm).__name__}; MPI communicators are not supported"
+        ) from None
 
 
 def shutdown() -> None:

@@ -8,32 +8,38 @@ from typing import Any
 
 import torch
 
-from . import _core, ops
+from . import _core, gather, ops
 from .errors import FusewireError
-from .process_sets import ProcessSet, global_process_set
+from .ops import AnySet
+from .process_sets import global_process_set
 
-NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]]
+NamedTensors = Mapping[str, Any] | Iterable[tuple[str, Any]] | Iterable[torch.Tensor]
 
 
 def broadcast_parameters(
     params: NamedTensors,
     root_rank: int = 0,
-    process_set: ProcessSet = global_process_set,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> None:
     """Overwrites tensors with their values on rank `root_rank`, in place.
 
     Args:
-        params: `model.state_dict()`, or (name, tensor) pairs such as `model.named_parameters()`. Entries that are no
-            tensors are left alone.
+        params: `model.state_dict()` (buffers included), (name, tensor) pairs such as `model.named_parameters()`, or
+            tensors alone such as `model.parameters()`, in the same order on every rank. Entries of a state_dict that
+            are no tensors are left alone.
         root_rank: the global rank whose values all get.
 
     Raises ValueError for anything else than named tensors, TensorMismatchError when shapes or dtypes differ.
     """
     pairs = list(params.items() if isinstance(params, Mapping) else params)
+    if pairs and all(isinstance(item, torch.Tensor) for item in pairs):
+        pairs = [(str(index), item) for index, item in enumerate(pairs)]
     if not all(isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) for pair in pairs):
-        raise ValueError("params must be a state_dict or (name, tensor) pairs, such as model.named_parameters()")
+        raise ValueError(
+            "params must be a state_dict, (name, tensor) pairs such as model.named_parameters(), or a list of tensors"
+        )
     _wait_for_all(
         ops.broadcast_async_(tensor, root_rank, f"broadcast_parameters.{name}", process_set, engine=engine)
         for name, tensor in pairs
@@ -45,7 +51,7 @@ def broadcast_object(
     obj: Any,
     root_rank: int = 0,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> Any:
@@ -64,17 +70,34 @@ def broadcast_object(
     return obj if mine else pickle.loads(payload.numpy().tobytes())
 
 
+def allgather_object(
+    obj: Any, name: str | None = None, process_set: AnySet = global_process_set, *, engine: _core.Engine | None = None
+) -> list[Any]:
+    """Returns the `obj` of every rank of the set, in the order of the ranks, by pickling them.
+
+    `name` distinguishes calls that are in flight at the same time. Only unpickle from ranks you trust. A rank that has
+    joined is left out.
+    """
+    payload = torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8)
+    lengths, payloads = gather.grouped_allgather(
+        [torch.tensor([payload.numel()]), payload], name or "allgather_object", process_set, engine=engine
+    )
+    return [pickle.loads(part.numpy().tobytes()) for part in payloads.split(lengths.tolist())]
+
+
 def broadcast_optimizer_state(
     optimizer: torch.optim.Optimizer,
     root_rank: int = 0,
-    process_set: ProcessSet = global_process_set,
+    model: Any = None,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> None:
     """Gives every rank the options and the state that rank `root_rank`'s optimizer has.
 
     Works before the first step as well: no step is taken, weights and gradients are untouched. State that only the root
-    has is created, state that only another rank has is dropped there.
+    has is created, state that only another rank has is dropped there. `model` is accepted for Horovod's sake and not
+    needed.
 
     Raises ValueError when the optimizers hold different numbers of parameters.
     """

@@ -19,7 +19,7 @@ import torch
 
 from . import _core
 from .compression import Compression, wire_of
-from .process_sets import ProcessSet, global_process_set
+from .process_sets import ProcessSet, global_process_set, id_of
 
 Handle = _core.Handle
 
@@ -32,7 +32,7 @@ class ReduceOp(enum.IntEnum):
     MIN = _core.MIN
     MAX = _core.MAX
     PRODUCT = _core.PRODUCT
-    ADASUM = 100
+    ADASUM = _core.ADASUM
 
 
 Sum = ReduceOp.SUM
@@ -43,6 +43,7 @@ Product = ReduceOp.PRODUCT
 Adasum = ReduceOp.ADASUM
 
 Tensors = Sequence[torch.Tensor]
+AnySet = ProcessSet | Any  # or a torch.distributed ProcessGroup, see process_sets.py
 
 
 def allreduce(
@@ -53,7 +54,7 @@ def allreduce(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> torch.Tensor:
@@ -64,7 +65,7 @@ def allreduce(
         average: Horovod's older form of `op`: True is Average, False is Sum.
         name: the same on every rank; None counts the unnamed calls.
         compression: Compression.none, .fp16, .bf16, or a class with compress() and decompress().
-        op: Average (default), Sum, Min, Max or Product.
+        op: Average (default), Sum, Min, Max, Product, or Adasum (floating-point tensors; arXiv 2006.02924).
         prescale_factor: multiplies the values before they are combined.
         postscale_factor: multiplies the result.
     """
@@ -72,18 +73,9 @@ def allreduce(
         return _rich_allreduce(
             tensor, average, name, compression, op, prescale_factor, postscale_factor, process_set, engine
         )
+    set_id = id_of(process_set, engine)
     return _core.allreduce(
-        engine,
-        tensor,
-        False,
-        average,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set.process_set_id,
-        name,
-        None,
-        True,
+        engine, tensor, False, average, op, prescale_factor, postscale_factor, set_id, name, None, True
     )
 
 
@@ -94,23 +86,14 @@ def allreduce_async(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> Handle:
     """As `allreduce`, but returns a Handle at once. Not differentiable. Do not write to `tensor` before it is done."""
+    set_id = id_of(process_set, engine)
     return _core.allreduce(
-        engine,
-        tensor,
-        False,
-        average,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set.process_set_id,
-        name,
-        None,
-        False,
+        engine, tensor, False, average, op, prescale_factor, postscale_factor, set_id, name, None, False
     )
 
 
@@ -121,23 +104,14 @@ def allreduce_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> torch.Tensor:
     """As `allreduce`, in place: `tensor` keeps its memory and strides. ValueError if its elements share memory."""
+    set_id = id_of(process_set, engine)
     return _core.allreduce(
-        engine,
-        tensor,
-        True,
-        average,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set.process_set_id,
-        name,
-        None,
-        True,
+        engine, tensor, True, average, op, prescale_factor, postscale_factor, set_id, name, None, True
     )
 
 
@@ -148,23 +122,14 @@ def allreduce_async_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> Handle:
     """As `allreduce_`, but returns a Handle at once. Do not touch `tensor` before it is done."""
+    set_id = id_of(process_set, engine)
     return _core.allreduce(
-        engine,
-        tensor,
-        True,
-        average,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set.process_set_id,
-        name,
-        None,
-        False,
+        engine, tensor, True, average, op, prescale_factor, postscale_factor, set_id, name, None, False
     )
 
 
@@ -176,7 +141,7 @@ def grouped_allreduce(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> list[torch.Tensor]:
@@ -188,18 +153,9 @@ def grouped_allreduce(
         return _rich_grouped_allreduce(
             tensors, average, name, compression, op, prescale_factor, postscale_factor, process_set, engine
         )
+    set_id = id_of(process_set, engine)
     return _core.allreduce(
-        engine,
-        tensors,
-        False,
-        average,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set.process_set_id,
-        name,
-        None,
-        True,
+        engine, tensors, False, average, op, prescale_factor, postscale_factor, set_id, name, None, True
     )
 
 
@@ -210,23 +166,14 @@ def grouped_allreduce_async(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> Handle:
     """As `grouped_allreduce`, but returns a Handle at once. Not differentiable."""
+    set_id = id_of(process_set, engine)
     return _core.allreduce(
-        engine,
-        list(tensors),
-        False,
-        average,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set.process_set_id,
-        name,
-        None,
-        False,
+        engine, list(tensors), False, average, op, prescale_factor, postscale_factor, set_id, name, None, False
     )
 
 
@@ -237,23 +184,14 @@ def grouped_allreduce_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> list[torch.Tensor]:
     """As `grouped_allreduce`, in place."""
+    set_id = id_of(process_set, engine)
     return _core.allreduce(
-        engine,
-        list(tensors),
-        True,
-        average,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set.process_set_id,
-        name,
-        None,
-        True,
+        engine, list(tensors), True, average, op, prescale_factor, postscale_factor, set_id, name, None, True
     )
 
 
@@ -264,23 +202,14 @@ def grouped_allreduce_async_(
     op: ReduceOp | None = None,
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
-    process_set: ProcessSet = global_process_set,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> Handle:
     """As `grouped_allreduce_`, but returns a Handle at once."""
+    set_id = id_of(process_set, engine)
     return _core.allreduce(
-        engine,
-        list(tensors),
-        True,
-        average,
-        op,
-        prescale_factor,
-        postscale_factor,
-        process_set.process_set_id,
-        name,
-        None,
-        False,
+        engine, list(tensors), True, average, op, prescale_factor, postscale_factor, set_id, name, None, False
     )
 
 
@@ -288,55 +217,73 @@ def broadcast(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> torch.Tensor:
     """A new tensor with the values of `tensor` on rank `root_rank` (a global rank), on every rank."""
     if getattr(tensor, "requires_grad", False) and torch.is_grad_enabled():
         return _Broadcast.apply(tensor, root_rank, name, process_set, engine)
-    return _core.broadcast(engine, tensor, False, root_rank, process_set.process_set_id, name, True)
+    return _core.broadcast(engine, tensor, False, root_rank, id_of(process_set, engine), name, True)
 
 
 def broadcast_async(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> Handle:
     """As `broadcast`, but returns a Handle at once. Not differentiable."""
-    return _core.broadcast(engine, tensor, False, root_rank, process_set.process_set_id, name, False)
+    return _core.broadcast(engine, tensor, False, root_rank, id_of(process_set, engine), name, False)
 
 
 def broadcast_(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> torch.Tensor:
     """Overwrites `tensor` with its values on rank `root_rank`; returns `tensor`."""
-    return _core.broadcast(engine, tensor, True, root_rank, process_set.process_set_id, name, True)
+    return _core.broadcast(engine, tensor, True, root_rank, id_of(process_set, engine), name, True)
 
 
 def broadcast_async_(
     tensor: torch.Tensor,
     root_rank: int,
     name: str | None = None,
-    process_set: ProcessSet = global_process_set,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> Handle:
     """As `broadcast_`, but returns a Handle at once."""
-    return _core.broadcast(engine, tensor, True, root_rank, process_set.process_set_id, name, False)
+    return _core.broadcast(engine, tensor, True, root_rank, id_of(process_set, engine), name, False)
 
 
-def barrier(process_set: ProcessSet = global_process_set, *, engine: _core.Engine | None = None) -> None:
+def barrier(process_set: AnySet = global_process_set, *, engine: _core.Engine | None = None) -> None:
     """Returns when every rank of the set has called it."""
-    _core.barrier(engine, process_set.process_set_id, True)
+    _core.barrier(engine, id_of(process_set, engine), True)
+
+
+def join(device: int = -1, *, engine: _core.Engine | None = None) -> int:
+    """Tells the other ranks that this one has run out of data, and waits until all ranks have joined.
+
+    Meanwhile the others go on, and this rank takes part in their operations as if it had nothing to add: zeros to a
+    Sum, an Average or Adasum (the identity to Min, Max and Product), no rows to an allgather; it sends nothing in an
+    alltoall and drops what it is sent. A reducescatter gives its share to nobody. Average always divides by the size of
+    the process set, joined ranks included. Barriers and everything else that is about being there, and broadcasts
+    from a rank that has joined, raise an error on all ranks. After it everybody is back.
+
+    Args:
+        device: accepted for Horovod's sake and not needed.
+
+    Returns the last rank that joined, the same number on every rank. With it the others can take over the weights of
+    the rank that has seen most data: `broadcast_parameters(model.state_dict(), root_rank=join())`.
+    """
+    return _core.join(engine)
 
 
 def synchronize(handle: Handle) -> Any:
@@ -384,7 +331,7 @@ def _run(options: tuple[Any, ...], tensors: Any, suffix: str = "") -> Any:
     average, op, prescale, postscale, process_set, name, wire, engine = options
     name = name + suffix if name is not None else None
     return _core.allreduce(
-        engine, tensors, False, average, op, prescale, postscale, process_set.process_set_id, name, wire, True
+        engine, tensors, False, average, op, prescale, postscale, id_of(process_set, engine), name, wire, True
     )
 
 
@@ -425,7 +372,7 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def forward(ctx, tensor, root_rank, name, process_set, engine):
         ctx.root_rank, ctx.name, ctx.process_set, ctx.engine = root_rank, name, process_set, engine
-        return _core.broadcast(engine, tensor, False, root_rank, process_set.process_set_id, name, True)
+        return _core.broadcast(engine, tensor, False, root_rank, id_of(process_set, engine), name, True)
 
     @staticmethod
     def backward(ctx, gradient):

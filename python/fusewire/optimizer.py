@@ -20,8 +20,8 @@ import torch
 from . import _core
 from .compression import Compression, wire_of
 from .errors import FusewireError, NotInitializedError
-from .ops import Adasum, Average, ReduceOp, Sum
-from .process_sets import ProcessSet, global_process_set
+from .ops import Adasum, AnySet, Average, ReduceOp, Sum
+from .process_sets import ProcessSet, global_process_set, resolve
 
 Groups = int | Sequence[Sequence[torch.Tensor]] | None
 
@@ -39,7 +39,7 @@ def DistributedOptimizer(
     num_groups: int = 0,
     groups: Groups = None,
     sparse_as_dense: bool = False,
-    process_set: ProcessSet = global_process_set,
+    process_set: AnySet = global_process_set,
     *,
     engine: _core.Engine | None = None,
 ) -> torch.optim.Optimizer:
@@ -81,6 +81,7 @@ def DistributedOptimizer(
     if current is not None:
         current.unhook(optimizer)
     running = _running(engine)
+    process_set = resolve(process_set, engine)
     set_id = process_set.registered_id()
     reducer = None
     if running.rank in running.members(set_id):

@@ -1,11 +1,30 @@
-"""Subsets of the ranks that communicate among themselves."""
+"""Subsets of the ranks that communicate among themselves.
+
+Wherever a `process_set=` is taken, a torch.distributed ProcessGroup is taken too. The first operation that uses a group
+makes a process set of its members, for which it waits for all of them; later ones find it. The default group is the
+global set.
+"""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 from . import _core, _state
 from .errors import NotInitializedError
+
+
+def _ranks(ranks: Any) -> list[int]:
+    try:
+        if isinstance(ranks, (str, bytes)):
+            raise TypeError
+        return [int(rank) for rank in ranks]
+    except (TypeError, ValueError):
+        raise TypeError(
+            f"a process set is made of global ranks, such as ProcessSet([0, 2]), and got {type(ranks).__name__}; MPI "
+            "communicators are not supported: pass the list of their ranks in the whole job"
+        ) from None
 
 
 class ProcessSet:
@@ -14,13 +33,14 @@ class ProcessSet:
     Make one, then hand it to `init(process_sets=[...])` or `add_process_set` on every rank, in the same order.
 
     Args:
-        ranks: global ranks, distinct; their order does not matter.
+        ranks: global ranks, distinct; their order does not matter. TypeError for anything else, such as an MPI
+            communicator.
     """
 
     process_set_id: int | None
 
     def __init__(self, ranks: Iterable[int]) -> None:
-        chosen = [int(rank) for rank in ranks]
+        chosen = _ranks(ranks)
         if not chosen or len(set(chosen)) != len(chosen) or min(chosen) < 0:
             raise ValueError(f"a process set needs distinct ranks, all >= 0, at least one; got {chosen}")
         self._ranks: list[int] | None = sorted(chosen)
@@ -34,7 +54,9 @@ class ProcessSet:
     def registered_id(self) -> int:
         """`process_set_id`; ValueError while it has none."""
         if self.process_set_id is None:
-            raise ValueError(f"{self} is not registered; pass it to init() or add_process_set() first")
+            raise ValueError(
+                f"{self} is not registered, or was removed; pass it to init() or add_process_set() before using it"
+            )
         return self.process_set_id
 
     def size(self) -> int:
@@ -74,20 +96,21 @@ def _global() -> ProcessSet:
 global_process_set = _global()
 
 _registered: list[ProcessSet] = []
+# torch group -> engine -> the set of its members. Weak: neither a group nor an engine lives longer for being known.
+_adopted: weakref.WeakKeyDictionary[Any, weakref.WeakKeyDictionary[_core.Engine, ProcessSet]]
+_adopted = weakref.WeakKeyDictionary()
 
 
 def add_process_set(process_set: ProcessSet | Sequence[int], *, engine: _core.Engine | None = None) -> ProcessSet:
     """Registers a process set. Every rank calls it, members or not, with the same ranks and in the same order.
 
-    Returns the ProcessSet, from now on usable as `process_set=`.
+    Returns the ProcessSet, from now on usable as `process_set=`. Sets may overlap, and two may have the same members.
 
-    Raises ValueError for ranks that do not exist or a set that is registered already, NotInitializedError before
-    init(), TensorMismatchError when ranks disagree about the members.
+    Raises ValueError for ranks that do not exist or a ProcessSet that is registered already, TypeError for what is no
+    list of ranks, NotInitializedError before init(), TensorMismatchError when ranks disagree about the members.
     """
     chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
-    running = engine if engine is not None else _core.get_default_engine()
-    if running is None:
-        raise NotInitializedError("Fusewire is not running in this process; call fusewire.init() first")
+    running = _running(engine)
     if chosen.process_set_id is not None:
         raise ValueError(f"{chosen} is registered already")
     ranks = chosen.ranks
@@ -99,11 +122,65 @@ def add_process_set(process_set: ProcessSet | Sequence[int], *, engine: _core.En
     return chosen
 
 
-def _forget_all() -> None:
-    """After shutdown(): ids belong to an engine that is gone."""
-    for process_set in _registered:
-        process_set.process_set_id = None
-    _registered.clear()
+def remove_process_set(process_set: ProcessSet, *, engine: _core.Engine | None = None) -> bool:
+    """Takes a process set back. Every rank calls it, members or not. Returns whether there was something to remove:
+    False for the global set, and for one that is not registered (any more).
+
+    What all members have submitted before still runs; an operation that waits for a member raises ValueError, as every
+    later use of the set does. The ProcessSet may be registered again.
+
+    Raises TypeError for what is no ProcessSet, NotInitializedError before init().
+    """
+    if not isinstance(process_set, ProcessSet):
+        raise TypeError(f"remove_process_set takes a ProcessSet, got {type(process_set).__name__}")
+    running = _running(engine)
+    number = process_set.process_set_id
+    if number is None or number == 0:
+        return False
+    _core.remove_process_set(running, number)
+    process_set.process_set_id = None
+    if engine is None:
+        _registered[:] = [other for other in _registered if other is not process_set]
+    for engines in _adopted.values():
+        adopted = engines.get(running)
+        if adopted is not None and adopted.process_set_id == number:
+            del engines[running]  # the group's next use makes a new set
+    return True
+
+
+def resolve(process_set: Any, engine: _core.Engine | None = None) -> ProcessSet:
+    """The ProcessSet that a `process_set=` argument means: itself, or the one of a torch ProcessGroup's members.
+
+    None is the global set, as it is torch's default group. The first use of a group waits for all its members; groups
+    with the members of a registered set share that set.
+
+    Raises TypeError for anything else, ValueError where this rank is no member of the group.
+    """
+    if isinstance(process_set, ProcessSet):
+        return process_set
+    if process_set is None:
+        return global_process_set
+    import torch.distributed as dist
+
+    if isinstance(process_set, int) and process_set == _not_a_member():
+        raise ValueError("this rank is not a member of the torch ProcessGroup that it wants to communicate in")
+    if not (dist.is_available() and isinstance(process_set, dist.ProcessGroup)):
+        raise TypeError(
+            f"process_set must be a ProcessSet or a torch.distributed ProcessGroup, got {type(process_set).__name__}"
+        )
+    running = _running(engine)
+    engines = _adopted.setdefault(process_set, weakref.WeakKeyDictionary())
+    known = engines.get(running)
+    if known is None:
+        known = engines[running] = _adopt(sorted(dist.get_process_group_ranks(process_set)), running)
+    return known
+
+
+def id_of(process_set: Any, engine: _core.Engine | None = None) -> int | None:
+    """The number of the set that a `process_set=` argument means; None while that is not registered."""
+    if type(process_set) is ProcessSet:
+        return process_set.process_set_id
+    return resolve(process_set, engine).process_set_id
 
 
 def registered_with(ranks: Iterable[int]) -> ProcessSet:
@@ -115,3 +192,40 @@ def registered_with(ranks: Iterable[int]) -> ProcessSet:
     raise ValueError(
         f"ranks {wanted} are no registered process set; call add_process_set({wanted}) on every rank first"
     )
+
+
+def _adopt(ranks: list[int], running: _core.Engine) -> ProcessSet:
+    import torch.distributed as dist
+
+    if (dist.get_rank(), dist.get_world_size()) != (running.rank, running.size):
+        raise ValueError(
+            f"torch.distributed calls this process rank {dist.get_rank()} of {dist.get_world_size()}, and Fusewire "
+            f"rank {running.rank} of {running.size}: a ProcessGroup cannot be used as a process set here"
+        )
+    if len(ranks) == running.size:
+        return global_process_set
+    chosen = ProcessSet(ranks)
+    chosen.process_set_id = _core.adopt_process_set(running, ranks)
+    return chosen
+
+
+def _running(engine: _core.Engine | None) -> _core.Engine:
+    running = engine if engine is not None else _core.get_default_engine()
+    if running is None:
+        raise NotInitializedError("Fusewire is not running in this process; call fusewire.init() first")
+    return running
+
+
+def _not_a_member() -> Any:
+    """What torch.distributed.new_group returns on ranks outside of the group."""
+    import torch.distributed as dist
+
+    return getattr(getattr(dist, "GroupMember", None), "NON_GROUP_MEMBER", None)
+
+
+def _forget_all() -> None:
+    """After shutdown(): ids belong to an engine that is gone."""
+    for process_set in _registered:
+        process_set.process_set_id = None
+    _registered.clear()
+    _adopted.clear()

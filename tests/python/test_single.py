@@ -527,7 +527,7 @@ class TestStartingAlike:
 
     def test_bad_parameters(self):
         with pytest.raises(ValueError, match="named_parameters"):
-            fusewire.broadcast_parameters(model().parameters())
+            fusewire.broadcast_parameters([model(), 1])
 
 
 class TestPeriodicModelAverager:
