@@ -55,6 +55,10 @@ void FusionPlanner::close(uint32_t set) {
   while (!found->second.open.empty()) seal(found->second, 0);
 }
 
+void FusionPlanner::close_all() {
+  for (const uint32_t set : busy_) close(set);
+}
+
 std::vector<PlannedBucket> FusionPlanner::take(TimePoint now) {
   std::vector<std::pair<Gathering, SetState*>> starting;
   std::vector<uint32_t> still_busy;

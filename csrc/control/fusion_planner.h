@@ -49,8 +49,9 @@ class FusionPlanner {
   // Takes a unit whose members have all submitted it. `skip`: all were absent for all of it.
   void add(ReadyUnit unit, bool skip);
 
-  // No more units will come for this set: what has gathered starts.
+  // No more units will come for this set, or for any: what has gathered starts.
   void close(uint32_t set);
+  void close_all();
 
   // The buckets to start now, in the order in which their first units became ready.
   std::vector<PlannedBucket> take(TimePoint now);

@@ -37,16 +37,35 @@ inline constexpr std::string_view kUnnamedMark = ".noname.";
 // the global set (names included) whatever `process_set` says. An addition lists its members in `ranks` and leaves
 // `process_set` 0. A removal names its victim in `process_set`. Ids count additions and are never used again. What all
 // members had submitted before the removal was agreed still runs; what waits for somebody fails with kInvalidArgument.
+// kAdoptProcessSet is submitted by the ranks in `ranks` alone: its answer is the first set with exactly these members,
+// which is added if there is none, on every rank. Its name follows from the ranks, so that groups which adopt sets at
+// the same time, in whatever order, never meet each other's.
+//
+// Note [Joining]
+// A kJoin says "absent for everything from now on". From the moment the root reads it, that rank counts as absent for
+// every unit of its sets that it has not submitted itself, waiting ones included, until every rank of the job has
+// joined; then all of them get the answer and go on as before. A joined rank still takes part in every bucket, with
+// nothing to contribute and no use for the result: ResponseBucket::described tells it what to run, and its mirror of
+// the cache stays equal to everybody's. It may submit nothing until the answer is there. So at that moment nothing is
+// waiting: a unit that waits has a member that has neither submitted it nor joined. What is agreed but held back for
+// fusion is answered before the join is.
 struct UnitSpec : Operation {  // `root` is a GLOBAL rank
   uint32_t process_set = 0;    // 0 is the global set; kRemoveProcessSet: the set to remove
   std::string name;            // unique among the units in flight in its process set
   std::vector<TensorSpec> tensors;
-  std::vector<int32_t> ranks;  // kAddProcessSet only: the members, sorted
+  std::vector<int32_t> ranks;  // kAddProcessSet, kAdoptProcessSet: the members, sorted
   bool operator==(const UnitSpec&) const = default;
 };
 
 // The set in which all members must submit the unit, and in which its name is unique. See Note [Changing process sets].
 inline uint32_t negotiated_in(const UnitSpec& spec) { return changes_sets(spec.kind) ? 0 : spec.process_set; }
+
+// The names of these are reserved, and the only ones: see Note [Joining] and Note [Changing process sets].
+inline constexpr std::string_view kJoinName = "join()";
+inline constexpr std::string_view kAdoptionPrefix = "adopt_process_set[";
+inline std::string adoption_name(const std::vector<int32_t>& ranks) {
+  return "adopt_process_set" + to_string(Dims(ranks.begin(), ranks.end()));
+}
 
 using CacheId = uint32_t;
 inline constexpr CacheId kNoCacheId = UINT32_MAX;
@@ -105,8 +124,8 @@ struct ResponseBucket {
   std::vector<ResponseUnit> units;
   // Tensors (unit index, tensor index) for which ALL members were absent inside a unit that is not skipped as a whole.
   std::vector<std::pair<uint32_t, uint32_t>> skipped;
-  // Ranks that have joined take part without having submitted anything, so while there are any in the set, every unit
-  // is described in full (one entry per unit, in the order of `units`); else empty.
+  // Where somebody takes part who has not submitted one of the units (it has joined, or others adopt a process set):
+  // the description of each, in the order of `units`. Else empty.
   std::vector<UnitSpec> described;
 };
 

@@ -28,7 +28,7 @@ Opinions opinions_of(const Unit& unit) {
     for (const int rank : dissent.ranks) agreeing.erase(rank);
   }
   std::vector<int> ranks;
-  for (const int rank : unit.set->ranks) {
+  for (const int rank : unit.set->ranks) {  // those who adopt a set are members of this one
     if (agreeing.contains(rank)) ranks.push_back(rank);
   }
   opinions.emplace_back(&unit.proposed->spec, std::move(ranks));
@@ -58,6 +58,7 @@ std::string differing(const Opinions& opinions, const Reader& read) {
 }  // namespace
 
 std::string describe_unit(const UnitSpec& spec) {
+  if (spec.kind == OpKind::kJoin || spec.kind == OpKind::kAdoptProcessSet) return spec.name;
   std::string text = std::string(to_string(spec.kind)) + " '" + spec.name + "'";
   const uint32_t set = negotiated_in(spec);
   return set == 0 ? text : text + " in process set " + std::to_string(set);

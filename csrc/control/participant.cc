@@ -53,6 +53,7 @@ struct Participant::Impl {
   std::vector<Record*> by_id;            // mirrors the root's slots, as far as this rank is a member
   std::vector<Debt> debts;
   size_t in_flight = 0;
+  bool joined = false;     // a kJoin is in flight: see Note [Joining]
   bool abandoned = false;  // take_pending() was called: what comes now meets nothing
 
   uint64_t applied = 0;
@@ -70,6 +71,7 @@ struct Participant::Impl {
   void announce(Record& record, const UnitSpec& spec, std::vector<bool>&& absent, std::vector<int64_t>&& extents);
 
   Record* find(uint32_t set, std::string_view name);
+  Record& find_or_create(uint32_t set, const std::string& name);
   bool unsent(const Record& record) const { return record.in_flight && record.message == message; }
   void withdraw(const Record& record);
   void finish(Record& record);
@@ -77,17 +79,22 @@ struct Participant::Impl {
 
   void evict(CacheId id);
   void remember(Record& record, CacheId id);
-  Record& answered(const ResponseBucket& bucket, const ResponseUnit& unit);
+  Record& answered(const ResponseBucket& bucket, size_t index);
+  bool takes_part_unasked(const UnitSpec& spec) const;
   Work run(const ResponseBucket& bucket, const ProcessSet& set, Outcome& outcome);
   void change_sets(const UnitSpec& spec, WorkUnit& unit, Outcome& outcome);
-  void apply_error(const ResponseError& error, Outcome& outcome);
+  void apply_error(const ResponseError& error, bool excused, Outcome& outcome);
 };
 
 // ---------------------------------------------------------------------------------------------------------------------
 
 const ProcessSet& Participant::Impl::check(const UnitSpec& spec) const {
   if (spec.name.empty()) throw argument_error("a collective needs a name");
-  if (spec.kind == OpKind::kAddProcessSet) sets.validate(spec.ranks);
+  if (joined) {
+    throw argument_error(describe_unit(spec) + ": rank " + std::to_string(rank) +
+                         " has joined and takes part in nothing by itself until join() has completed; wait for that");
+  }
+  if (spec.kind == OpKind::kAddProcessSet || spec.kind == OpKind::kAdoptProcessSet) sets.validate(spec.ranks);
   if (spec.kind == OpKind::kRemoveProcessSet) sets.validate_removal(spec.process_set);
   if (const std::string flaw = flaw_of(spec); !flaw.empty()) throw argument_error(describe_unit(spec) + ": " + flaw);
   const uint32_t id = negotiated_in(spec);
@@ -97,6 +104,10 @@ const ProcessSet& Participant::Impl::check(const UnitSpec& spec) const {
   if (!set->contains(rank)) {
     throw argument_error("rank " + std::to_string(rank) + " is not a member of " + label(id) + " (" + members_of(*set) +
                          ")");
+  }
+  if (spec.kind == OpKind::kAdoptProcessSet && !std::binary_search(spec.ranks.begin(), spec.ranks.end(), rank)) {
+    throw argument_error("rank " + std::to_string(rank) + " is not a member of the process set to adopt, " +
+                         to_string(Dims(spec.ranks.begin(), spec.ranks.end())));
   }
   if (spec.kind == OpKind::kBroadcast && !std::binary_search(set->ranks.begin(), set->ranks.end(), spec.root)) {
     throw argument_error("the root of " + describe_unit(spec) + " is rank " + std::to_string(spec.root) +
@@ -135,6 +146,17 @@ Record* Participant::Impl::find(uint32_t set, std::string_view name) {
   if (set >= records.size()) return nullptr;
   const auto found = records[set].find(name);
   return found == records[set].end() ? nullptr : &found->second;
+}
+
+Record& Participant::Impl::find_or_create(uint32_t set, const std::string& name) {
+  NameMap<Record>& names = records[set];
+  auto found = names.find(std::string_view(name));
+  if (found == names.end()) {
+    found = names.try_emplace(name).first;
+    found->second.set = set;
+    found->second.name = &found->first;
+  }
+  return found->second;
 }
 
 void Participant::Impl::withdraw(const Record& record) {
@@ -182,7 +204,17 @@ void Participant::Impl::remember(Record& record, CacheId id) {
   if (record.fresh != nullptr) record.cached = std::move(record.fresh);
 }
 
-Record& Participant::Impl::answered(const ResponseBucket& bucket, const ResponseUnit& unit) {
+bool Participant::Impl::takes_part_unasked(const UnitSpec& spec) const {
+  if (spec.kind == OpKind::kAdoptProcessSet && !std::binary_search(spec.ranks.begin(), spec.ranks.end(), rank)) {
+    return true;
+  }
+  return joined && spec.kind != OpKind::kJoin;
+}
+
+// The record of a unit that this rank is told to run: one in flight, or else one that it takes part in unasked, with
+// what everybody knows about it now.
+Record& Participant::Impl::answered(const ResponseBucket& bucket, size_t index) {
+  const ResponseUnit& unit = bucket.units[index];
   Record* record = nullptr;
   if (!unit.name.empty()) {
     record = find(bucket.process_set, unit.name);
@@ -190,11 +222,18 @@ Record& Participant::Impl::answered(const ResponseBucket& bucket, const Response
     record = by_id[unit.id];
   }
   if (record == nullptr || !record->in_flight || record->set != bucket.process_set) {
-    throw protocol_error("rank " + std::to_string(rank) + " is told to run '" + unit.name + "' (id " +
-                         std::to_string(unit.id) + ") in " + label(bucket.process_set) +
-                         " without having submitted it");
+    const UnitSpec* described = bucket.described.empty() ? nullptr : &bucket.described[index];
+    if (described == nullptr || !takes_part_unasked(*described)) {
+      throw protocol_error("rank " + std::to_string(rank) + " is told to run '" + unit.name + "' (id " +
+                           std::to_string(unit.id) + ") in " + label(bucket.process_set) +
+                           " without having submitted it");
+    }
+    record = &find_or_create(bucket.process_set, described->name);
   }
-  if (!unit.name.empty() && unit.id != kNoCacheId) remember(*record, unit.id);
+  if (unit.id != kNoCacheId && unit.id != record->id) {
+    if (!record->in_flight) record->cached = std::make_unique<UnitSpec>(bucket.described[index]);
+    remember(*record, unit.id);
+  }
   return *record;
 }
 
@@ -205,14 +244,16 @@ Work Participant::Impl::run(const ResponseBucket& bucket, const ProcessSet& set,
   work.skip = bucket.skip;
   work.units.reserve(bucket.units.size());
   auto skipped = bucket.skipped.begin();  // by ascending unit
-  for (const ResponseUnit& unit : bucket.units) {
-    Record& record = answered(bucket, unit);
-    const UnitSpec& spec = record.current();
-    const size_t index = work.units.size();
+  for (size_t index = 0; index < bucket.units.size(); ++index) {
+    Record& record = answered(bucket, index);
     WorkUnit& work_unit = work.units.emplace_back();
+    if (!record.in_flight) work_unit.unasked = std::make_unique<const UnitSpec>(bucket.described[index]);
+    const UnitSpec& spec = record.in_flight ? record.current() : *work_unit.unasked;
     work_unit.token = record.token;
-    work_unit.extents = unit.extents;
-    if (has_extents(spec.kind) && unit.extents.size() != extents_per_rank(spec, set.ranks.size()) * set.ranks.size()) {
+    work_unit.extents = bucket.units[index].extents;
+    const size_t expected =
+        spec.kind == OpKind::kJoin ? 1 : extents_per_rank(spec, set.ranks.size()) * set.ranks.size();
+    if (work_unit.extents.size() != expected) {
       throw protocol_error("the answer to " + describe_unit(spec) + " does not say what every member brings");
     }
     for (; skipped != bucket.skipped.end() && skipped->first == index; ++skipped) {
@@ -221,10 +262,9 @@ Work Participant::Impl::run(const ResponseBucket& bucket, const ProcessSet& set,
       work_unit.skipped[skipped->second] = true;
     }
     work.report_completion = work.report_completion || (moves_data(spec.kind) && !bucket.skip && set.first() == rank);
-    if (changes_sets(spec.kind)) {
-      change_sets(spec, work_unit, outcome);
-    }
-    finish(record);
+    if (changes_sets(spec.kind)) change_sets(spec, work_unit, outcome);
+    if (spec.kind == OpKind::kJoin) joined = false;
+    if (record.in_flight) finish(record);
     drop_if_unused(record);
   }
   if (skipped != bucket.skipped.end()) throw protocol_error("a tensor of a unit that does not exist is skipped");
@@ -232,9 +272,11 @@ Work Participant::Impl::run(const ResponseBucket& bucket, const ProcessSet& set,
 }
 
 void Participant::Impl::change_sets(const UnitSpec& spec, WorkUnit& unit, Outcome& outcome) {
-  if (spec.kind == OpKind::kAddProcessSet) {
-    unit.created_set = sets.add(spec.ranks);
-    records.resize(unit.created_set + size_t{1});
+  if (spec.kind != OpKind::kRemoveProcessSet) {
+    const ProcessSet* known = spec.kind == OpKind::kAdoptProcessSet ? sets.find(spec.ranks) : nullptr;
+    unit.new_set = known == nullptr;
+    unit.created_set = unit.new_set ? sets.add(spec.ranks) : known->id;
+    if (unit.new_set) records.resize(unit.created_set + size_t{1});
     return;
   }
   const uint32_t set = spec.process_set;
@@ -250,12 +292,13 @@ void Participant::Impl::change_sets(const UnitSpec& spec, WorkUnit& unit, Outcom
   records[set].clear();
 }
 
-void Participant::Impl::apply_error(const ResponseError& error, Outcome& outcome) {
+// `excused`: this rank had joined, so others did not wait for it, and it owes them nothing.
+void Participant::Impl::apply_error(const ResponseError& error, bool excused, Outcome& outcome) {
   const ProcessSet* set = sets.find(error.process_set);
   if (set == nullptr || !set->contains(rank)) return;
   Record* record = find(error.process_set, error.name);
   if (record == nullptr || !record->in_flight) {
-    debts.push_back({error.process_set, error.name, Error(error.code, error.message, error.rank)});
+    if (!excused) debts.push_back({error.process_set, error.name, Error(error.code, error.message, error.rank)});
     return;
   }
   withdraw(*record);
@@ -286,19 +329,18 @@ void Participant::submit(const UnitSpec& spec, std::vector<bool> absent, UnitTok
     if (absent[i]) std::fill_n(extents.begin() + static_cast<ptrdiff_t>(i * per_tensor), per_tensor, 0);
   }
   if (!impl.debts.empty()) impl.pay_debt(set, spec.name);
-  NameMap<Record>& names = impl.records[set];
-  auto found = names.find(std::string_view(spec.name));
-  if (found == names.end()) {
-    found = names.try_emplace(spec.name).first;
-    found->second.set = set;
-    found->second.name = &found->first;
-  } else if (found->second.in_flight) {
+  Record& record = impl.find_or_create(set, spec.name);
+  if (record.in_flight) {
     throw Error(ErrorCode::kDuplicateName,
                 describe_unit(spec) + " was submitted while an earlier '" + spec.name +
                     "' is still in flight; wait for that one first, or give this one another name");
   }
-  found->second.token = token;
-  impl.announce(found->second, spec, std::move(absent), std::move(extents));
+  record.token = token;
+  impl.announce(record, spec, std::move(absent), std::move(extents));
+  if (spec.kind == OpKind::kJoin) {
+    impl.joined = true;
+    impl.debts.clear();  // absent for what the others have given up
+  }
 }
 
 void Participant::completed(uint64_t bucket) { impl_->completed.push_back(bucket); }
@@ -331,6 +373,7 @@ Participant::Outcome Participant::apply(const ResponseList& response) {
                          std::to_string(impl.applied));
   }
   impl.applied = response.sequence;
+  const bool excused = impl.joined;  // even if this response has the answer to the join
   Outcome outcome;
   outcome.fatal = response.fatal;
   if (impl.abandoned) return outcome;
@@ -341,7 +384,7 @@ Participant::Outcome Participant::apply(const ResponseList& response) {
     if (set == nullptr) throw protocol_error("a bucket for " + label(bucket.process_set) + ", which does not exist");
     if (set->contains(impl.rank)) outcome.work.push_back(impl.run(bucket, *set, outcome));
   }
-  for (const ResponseError& error : response.errors) impl.apply_error(error, outcome);
+  for (const ResponseError& error : response.errors) impl.apply_error(error, excused, outcome);
   return outcome;
 }
 

@@ -18,7 +18,11 @@ struct WorkUnit {
   UnitToken token = 0;
   std::vector<bool> skipped;     // empty: none; else one bit per tensor that nobody had
   uint32_t created_set = 0;      // kAddProcessSet, kAdoptProcessSet: the id of the set
+  bool new_set = false;          // it did not exist before
   std::vector<int64_t> extents;  // of all members: see Note [Extents]
+  // Set where this rank takes part without having submitted the unit (see Note [Joining]): it contributes nothing, and
+  // nobody waits for the result. `token` means nothing then.
+  std::unique_ptr<const UnitSpec> unasked;
 };
 
 struct Work {
@@ -43,11 +47,12 @@ class Participant {
   Participant(const Participant&) = delete;
   Participant& operator=(const Participant&) = delete;
 
-  // Announces a unit. The description is copied only when the root does not know it yet, so a caller may keep one and
-  // refill it. Throws Error(kDuplicateName) when the name is in flight in that process set, Error(kInvalidArgument)
-  // when the set does not exist, this rank is not a member, or the description makes no sense, and the error that the
-  // others got for this very unit when they stopped waiting for this rank (see Note [Debts]). `extents` is what this
-  // rank brings (Note [Extents]); of tensors that it is absent for they count as zeros.
+  // Announces a unit. After a kJoin nothing more until that has been answered. The description is copied only when the
+  // root does not know it yet, so a caller may keep one and refill it. Throws Error(kDuplicateName) when the name is in
+  // flight in that process set, Error(kInvalidArgument) when the set does not exist, this rank is not a member, or the
+  // description makes no sense, and the error that the others got for this very unit when they stopped waiting for this
+  // rank (see Note [Debts]). `extents` is what this rank brings (Note [Extents]); of tensors that it is absent for they
+  // count as zeros.
   void submit(const UnitSpec& spec, std::vector<bool> absent, UnitToken token, std::vector<int64_t> extents = {});
 
   void completed(uint64_t bucket);
@@ -72,7 +77,7 @@ class Participant {
   std::vector<UnitToken> take_pending();
 
   // Members of a set (global ranks, sorted), nullptr when it does not exist. Set 0 always exists. A set is created by
-  // applying the response to a kAddProcessSet unit; its id is the number of sets created before it, on every rank.
+  // applying the response to a unit that adds one; its id is the number of sets created before it, on every rank.
   const std::vector<int32_t>* members(uint32_t process_set) const;
 
  private:

@@ -9,6 +9,11 @@
 
 namespace fusewire {
 
+ProcessSet::ProcessSet(uint32_t number, std::vector<int32_t> sorted, int job_size)
+    : id(number), ranks(std::move(sorted)), members(job_size) {
+  for (const int32_t rank : ranks) members.insert(rank);
+}
+
 ProcessSetTable::ProcessSetTable(int size) : size_(size) {
   std::vector<int32_t> everybody(static_cast<size_t>(size));
   std::iota(everybody.begin(), everybody.end(), 0);
@@ -17,6 +22,13 @@ ProcessSetTable::ProcessSetTable(int size) : size_(size) {
 
 const ProcessSet* ProcessSetTable::find(uint32_t id) const {
   return id < sets_.size() && sets_[id].alive ? sets_[id].set.get() : nullptr;
+}
+
+const ProcessSet* ProcessSetTable::find(const std::vector<int32_t>& ranks) const {
+  for (const Entry& entry : sets_) {
+    if (entry.alive && entry.set->ranks == ranks) return entry.set.get();
+  }
+  return nullptr;
 }
 
 void ProcessSetTable::validate(const std::vector<int32_t>& ranks) const {
@@ -34,12 +46,7 @@ void ProcessSetTable::validate(const std::vector<int32_t>& ranks) const {
 
 uint32_t ProcessSetTable::add(std::vector<int32_t> ranks) {
   const auto id = static_cast<uint32_t>(sets_.size());
-  auto set = std::make_unique<ProcessSet>();
-  set->id = id;
-  set->members = RankSet(size_);
-  for (const int32_t rank : ranks) set->members.insert(rank);
-  set->ranks = std::move(ranks);
-  sets_.push_back({std::move(set), true});
+  sets_.push_back({std::make_unique<ProcessSet>(id, std::move(ranks), size_), true});
   return id;
 }
 

@@ -11,7 +11,9 @@
 namespace fusewire {
 
 struct ProcessSet {
-  uint32_t id = 0;
+  ProcessSet(uint32_t number, std::vector<int32_t> sorted, int job_size);
+
+  uint32_t id;
   std::vector<int32_t> ranks;  // global, sorted
   RankSet members;
 
@@ -23,7 +25,8 @@ class ProcessSetTable {
  public:
   explicit ProcessSetTable(int size);  // holds the global set, 0
 
-  const ProcessSet* find(uint32_t id) const;  // nullptr: never existed or removed
+  const ProcessSet* find(uint32_t id) const;                        // nullptr: never existed or removed
+  const ProcessSet* find(const std::vector<int32_t>& ranks) const;  // the first with exactly these; nullptr: none
   bool was_removed(uint32_t id) const { return id < sets_.size() && !sets_[id].alive; }
 
   // Throws Error(kInvalidArgument) unless `ranks` is a non-empty ascending list of ranks of the job.

@@ -30,6 +30,12 @@ class RankSet {
     for (const uint64_t w : words_) n += std::popcount(w);
     return n;
   }
+  int count_common(const RankSet& other) const {
+    int n = 0;
+    for (size_t i = 0; i < words_.size() && i < other.words_.size(); ++i)
+      n += std::popcount(words_[i] & other.words_[i]);
+    return n;
+  }
   // A rank that both sets hold, -1 when there is none.
   int first_common(const RankSet& other) const {
     for (size_t i = 0; i < words_.size() && i < other.words_.size(); ++i) {

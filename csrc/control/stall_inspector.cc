@@ -78,11 +78,20 @@ StallInspector::Verdict StallInspector::verdict(const Watched& watched, TimePoin
 StallInspector::Verdict StallInspector::describe(const Watched& watched, Duration age, TimePoint now) const {
   std::vector<const Unit*> units;
   RankSet late_set(static_cast<int>(announced_.size()));
+  const Unit* join = nullptr;
   for (const Unit* unit = watched.waiting.front(); unit != nullptr && unit->since + age <= now;
        unit = WaitingUnits::next(unit)) {
-    units.push_back(unit);
-    for (const int rank : unit->set->ranks) {
-      if (!unit->submitted.contains(rank)) late_set.insert(rank);
+    if (unit->proposed->spec.kind == OpKind::kJoin) {
+      join = unit;
+    } else {
+      units.push_back(unit);
+    }
+  }
+  // Who waits for something else cannot join.
+  if (join != nullptr && units.empty() && watched.planner.running().empty()) units.push_back(join);
+  for (const Unit* unit : units) {
+    for (const int rank : unit->parties->ranks) {
+      if (!unit->submitted.contains(rank) && !watched.joined.contains(rank)) late_set.insert(rank);
     }
   }
   std::vector<int> late;
@@ -125,10 +134,10 @@ std::string StallInspector::describe_late_rank(int rank, const std::vector<const
   TimePoint since = now;
   RankSet waiting_set(static_cast<int>(announced_.size()));
   for (const Unit* unit : units) {
-    if (!unit->set->contains(rank) || unit->submitted.contains(rank)) continue;
+    if (!unit->parties->contains(rank) || unit->submitted.contains(rank)) continue;
     since = std::min(since, unit->since);
     if (unnamed == nullptr && unit->name().find(kUnnamedMark) != std::string::npos) unnamed = unit;
-    for (const int member : unit->set->ranks) {
+    for (const int member : unit->parties->ranks) {
       if (unit->submitted.contains(member)) waiting_set.insert(member);
     }
     if (++count > kNamesShown) continue;

@@ -19,10 +19,11 @@ class StallInspector {
   // The last of what `rank` has just announced.
   void announced(int rank, const std::string& name, TimePoint now);
 
-  // What is watched: units that wait for members, and buckets that run.
+  // What is watched: units that wait for ranks which have not joined, and buckets that run.
   struct Watched {
     const WaitingUnits& waiting;
     const FusionPlanner& planner;
+    const RankSet& joined;
   };
 
   // When a report or an abort is due next, exactly; nullopt: never, as things stand.

@@ -21,7 +21,8 @@ int64_t saturating_add(int64_t a, int64_t b) {
 }  // namespace
 
 Description::Description(UnitSpec unit) : spec(std::move(unit)) {
-  cacheable = !changes_sets(spec.kind) && spec.name.find(kUnnamedMark) == std::string::npos;
+  cacheable =
+      !changes_sets(spec.kind) && spec.kind != OpKind::kJoin && spec.name.find(kUnnamedMark) == std::string::npos;
   static_cast<Operation&>(key) = spec;
   fusible = moves_data(spec.kind) && !spec.tensors.empty();
   if (!fusible) return;
@@ -38,6 +39,17 @@ Description::Description(UnitSpec unit) : spec(std::move(unit)) {
 }
 
 std::string flaw_of(const UnitSpec& spec) {
+  // All who submit one of these must mean the same.
+  const bool join = spec.kind == OpKind::kJoin;
+  const bool adoption = spec.kind == OpKind::kAdoptProcessSet;
+  if (join || adoption) {
+    Operation plain;
+    plain.kind = spec.kind;
+    if (plain != spec || spec.process_set != 0 || !spec.tensors.empty()) return "it takes no such arguments";
+    if (spec.name != (join ? std::string(kJoinName) : adoption_name(spec.ranks))) return "its name is not its own";
+  } else if (spec.name == kJoinName || spec.name.starts_with(kAdoptionPrefix)) {
+    return "a reserved name";
+  }
   const bool open = has_extents(spec.kind);
   for (const TensorSpec& tensor : spec.tensors) {
     if (tensor.shape.empty() && (open || spec.kind == OpKind::kReduceScatter)) return "a tensor without dimensions";

@@ -52,8 +52,8 @@ bool agree(const UnitSpec& a, const UnitSpec& b);
 struct Unit {
   enum class State : uint8_t {
     kIdle,     // only cached
-    kPending,  // some members have submitted it
-    kReady,    // all have; it is with the planner
+    kPending,  // some parties have submitted it
+    kReady,    // all have, or have joined; it is with the planner
   };
 
   // Ranks whose description is not `proposed`.
@@ -62,7 +62,8 @@ struct Unit {
     std::vector<int> ranks;
   };
 
-  const std::string& name() const { return proposed ? proposed->spec.name : cached->spec.name; }
+  const Description& description() const { return proposed ? *proposed : *cached; }
+  const std::string& name() const { return description().spec.name; }
 
   uint32_t set_id = 0;  // where it is negotiated
   CacheId id = kNoCacheId;
@@ -70,11 +71,14 @@ struct Unit {
 
   // Of the round in progress.
   State state = State::kIdle;
-  bool absences = false;    // whether a tensor is left for which everybody so far is absent
-  int missing = 0;          // members that have not submitted it
-  DescriptionPtr proposed;  // what the first to submit it said
-  const ProcessSet* set = nullptr;
+  bool absences = false;                       // whether a tensor is left for which everybody so far is absent
+  int missing = 0;                             // parties that have neither submitted it nor joined
+  DescriptionPtr proposed;                     // what the first to submit it said
+  const ProcessSet* set = nullptr;             // where it is negotiated, and runs
+  const ProcessSet* parties = nullptr;         // who is to submit it: the members of `set`, or those who adopt one
+  std::unique_ptr<const ProcessSet> adopters;  // `parties` of an adoption
   RankSet submitted;
+  bool incomplete = false;       // agreed without the word of some member of `set`: see Note [Joining]
   std::vector<bool> absent;      // valid while `absences`
   std::vector<int64_t> extents;  // of all members: see Note [Extents]
   std::vector<Dissent> dissents;

@@ -118,7 +118,7 @@ Assignment make_assignment(const Work& work, std::vector<InFlight> units, std::s
       }
       part.segments.push_back({std::move(tensor.input), std::move(tensor.output), std::move(counts)});
     }
-    assignment.units.push_back({std::move(unit.handle), std::move(result)});
+    if (unit.handle) assignment.units.push_back({std::move(unit.handle), std::move(result)});
   }
   assignment.plane = std::move(plane);
   return assignment;

@@ -308,10 +308,10 @@ void Engine::Impl::shutdown(bool clean, const std::string& reason) {
   finish_or_abandon();  // answers that came until the seat was ours
   // A clean goodbye promises that nobody waits for this rank. What it has announced may have been answered by now, and
   // then the others are about to run it.
-  const bool pending = progress_.pending() > 0;
+  const bool needed = progress_.needed();
   progress_.close(error);
   completion_.notify();
-  endpoint_->goodbye(clean && !pending, pending ? reason + " (while operations were pending)" : reason);
+  endpoint_->goodbye(clean && !needed, needed ? reason + " (while operations were pending)" : reason);
   closed_.store(true, std::memory_order_seq_cst);
   seat_.leave();
   seat_.alarm();  // another thread may have the seat by now; the coordinator thread must wake all the same

@@ -17,7 +17,7 @@ struct InFlight : Operation {
   uint32_t process_set = 0;
   std::vector<SubmittedTensor> tensors;
   const Allocator* allocate = nullptr;  // null: there is none; lives as long as the handle's keep-alive
-  Handle handle;
+  Handle handle;                        // null: nobody waits for it, see unasked()
 };
 
 // Tokens are indices into a slab, so that a lookup is one array access. Only the driver touches it.
@@ -25,6 +25,7 @@ class InFlightTable {
  public:
   using Clock = std::chrono::steady_clock;
 
+  // A join may wait for as long as others have work; what its age means the caller knows.
   uint64_t add(InFlight&& unit, Clock::time_point now) {
     uint32_t slot;
     if (free_.empty()) {
@@ -34,9 +35,11 @@ class InFlightTable {
       slot = free_.back();
       free_.pop_back();
     }
-    slots_[slot].unit = std::move(unit);
-    slots_[slot].used = true;
-    ages_.push_back({slot, ++slots_[slot].generation, now});
+    Slot& added = slots_[slot];
+    added.unit = std::move(unit);
+    added.used = true;
+    ++added.generation;
+    if (added.unit.kind != OpKind::kJoin) ages_.push_back({slot, added.generation, now});
     return slot;
   }
 
@@ -57,7 +60,7 @@ class InFlightTable {
     return all;
   }
 
-  // When the oldest unit still here was added; time_point::max() when there is none. Amortised O(1).
+  // When the oldest unit still here, joins aside, was added; time_point::max() when there is none. Amortised O(1).
   Clock::time_point oldest() {
     while (!ages_.empty()) {
       const Age& age = ages_.front();

@@ -5,6 +5,7 @@
 
 #include "control/wire.h"
 #include "engine/assignment.h"
+#include "engine/submission.h"
 
 namespace fusewire {
 namespace {
@@ -99,6 +100,7 @@ bool Progress::take_submissions(Clock::time_point now) {
     const UnitToken token = units_.add(std::move(submitted.unit), now);
     try {
       participant_.submit(submitted.spec, std::move(absent), token, std::move(submitted.extents));
+      if (submitted.spec.kind == OpKind::kJoin) join_active_ = now;
     } catch (const Error& error) {
       fail_unit(units_.take(token), std::make_shared<Error>(error));
     }
@@ -144,7 +146,7 @@ bool Progress::follow() {
     endpoint_.send(0, encode(participant_.take_outgoing()));
   }
   endpoint_.flush();
-  if (root_left_ && (pending() > 0 || executor_.busy())) {
+  if (root_left_ && needed()) {
     const std::string who = "rank 0 has left the job: " + root_left_->reason +
                             ". Look at rank 0's own output for the cause, then restart the job.";
     const auto error = std::make_shared<Error>(ErrorCode::kPeerLost, who, 0);
@@ -187,6 +189,7 @@ bool Progress::take_departures(Clock::time_point now) {
 }
 
 void Progress::apply(const ResponseList& response) {
+  if (join_active_) join_active_ = Clock::now();
   Participant::Outcome outcome = participant_.apply(response);
   for (Work& work : outcome.work) dispatch(work);
   for (const Failure& failure : outcome.failures) {
@@ -198,23 +201,28 @@ void Progress::apply(const ResponseList& response) {
 void Progress::dispatch(Work& work) {
   // What may throw comes before units are taken: a unit that has been taken must be completed.
   for (const WorkUnit& unit : work.units) {
-    if (unit.created_set != 0) planes_.add(unit.created_set, *participant_.members(unit.created_set));
+    if (unit.new_set) planes_.add(unit.created_set, *participant_.members(unit.created_set));
   }
   std::vector<InFlight> units;
   units.reserve(work.units.size());
-  for (const WorkUnit& work_unit : work.units) units.push_back(units_.take(work_unit.token));
-  pending_.fetch_sub(units.size(), std::memory_order_relaxed);
+  for (const WorkUnit& unit : work.units) {
+    units.push_back(unit.unasked ? unasked(*unit.unasked) : units_.take(unit.token));
+    if (!unit.unasked) pending_.fetch_sub(1, std::memory_order_relaxed);
+  }
 
   const OpKind kind = units.front().kind;
   if (moves_data(kind) && (!work.skip || has_extents(kind))) {  // the results of the latter are made even if empty
     executor_.push(make_assignment(work, std::move(units), planes_.plane(work.process_set), endpoint_.rank()));
     return;
   }
+  if (kind == OpKind::kJoin) join_active_.reset();
   for (size_t i = 0; i < units.size(); ++i) {
     if (kind == OpKind::kRemoveProcessSet) planes_.remove(units[i].process_set);
-    std::vector<bool> skipped = work.units[i].skipped;
-    if (work.skip) skipped.assign(units[i].tensors.size(), true);
-    completion_.complete(std::move(units[i].handle), {nullptr, std::move(skipped), work.units[i].created_set, {}});
+    if (!units[i].handle) continue;
+    WorkUnit& unit = work.units[i];
+    if (work.skip) unit.skipped.assign(units[i].tensors.size(), true);
+    completion_.complete(std::move(units[i].handle),
+                         {nullptr, std::move(unit.skipped), unit.created_set, std::move(unit.extents)});
   }
   completion_.notify();
 }
@@ -291,8 +299,13 @@ std::optional<Progress::Clock::time_point> Progress::deadline() {
   if (trouble_since_) consider(*trouble_since_ + kTroublePatience);
   if (coordinator_) {
     if (const auto next = coordinator_->next_deadline()) consider(*next);
-  } else if (config_.stall_abort_seconds > 0 && units_.oldest() != Clock::time_point::max()) {
-    consider(units_.oldest() + to_duration(config_.stall_abort_seconds * 1.05) + kGrace);
+  } else if (config_.stall_abort_seconds > 0) {
+    if (units_.oldest() != Clock::time_point::max()) {
+      consider(units_.oldest() + to_duration(config_.stall_abort_seconds * 1.05) + kGrace);
+    }
+    // A join waits for as long as others work. But what they wait for meanwhile ends or is given up within the abort
+    // time, and it began within the abort time of the last answer, or the join itself is given up.
+    if (join_active_) consider(*join_active_ + to_duration(config_.stall_abort_seconds * 2.1) + kGrace);
   }
   return at;
 }

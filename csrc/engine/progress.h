@@ -39,6 +39,9 @@ class Progress {
   void close(const std::shared_ptr<const Error>& error);  // fails everything with `error`
 
   size_t pending() const { return pending_.load(std::memory_order_relaxed); }
+  // Whether somebody still needs this rank: it has announced units that others count on, or has yet to end its part of
+  // buckets that all have started.
+  bool needed() const { return pending() > 0 || executor_.busy(); }
 
  private:
   using Clock = std::chrono::steady_clock;
@@ -79,7 +82,8 @@ class Progress {
   std::vector<std::byte> frame_;
   std::optional<Departure> root_left_;
   std::optional<Clock::time_point> trouble_since_;
-  std::atomic<bool> trouble_seen_{false};  // trouble_since_ is set
+  std::atomic<bool> trouble_seen_{false};         // trouble_since_ is set
+  std::optional<Clock::time_point> join_active_;  // while a join is in flight here: when something last happened to it
 
   std::mutex inbox_mutex_;
   std::vector<Submitted> submissions_;

@@ -55,6 +55,8 @@ UnitSpec describe(Submission& submission) {
   spec.process_set = submission.process_set;
   spec.name = std::move(submission.name);
   spec.ranks = std::move(submission.ranks);
+  if (spec.kind == OpKind::kJoin) spec.name = kJoinName;
+  if (spec.kind == OpKind::kAdoptProcessSet) spec.name = adoption_name(spec.ranks);
   spec.tensors.reserve(submission.tensors.size());
   const bool open = has_extents(spec.kind);
   for (const SubmittedTensor& tensor : submission.tensors) {
@@ -78,6 +80,23 @@ UnitSpec describe(Submission& submission) {
     tensor.input.sizes.front() = 0;
   }
   return spec;
+}
+
+InFlight unasked(const UnitSpec& spec) {
+  InFlight unit;
+  static_cast<Operation&>(unit) = spec;
+  unit.process_set = spec.process_set;
+  for (const TensorSpec& wanted : spec.tensors) {
+    SubmittedTensor& tensor = unit.tensors.emplace_back();
+    Dims shape = wanted.shape;
+    if (has_extents(spec.kind)) shape.front() = 0;
+    tensor.input = contiguous_view(nullptr, wanted.dtype, std::move(shape));
+    tensor.input.device.type = wanted.device;
+    tensor.output = tensor.input;
+    tensor.wire = wanted.wire;
+    tensor.absent = true;
+  }
+  return unit;
 }
 
 }  // namespace fusewire

@@ -211,5 +211,155 @@ TEST(ControlProcessSets, TwoRemovalsOfOneSet) {
   job.expect_idle();
 }
 
+// Told of a set without having asked: every rank, and with the same number.
+TEST(ControlProcessSets, AdoptedByItsMembersAlone) {
+  Simulation job(4, Config{});
+  for (const int rank : {1, 3}) job.submit(rank, make_adoption({1, 3}));
+  job.run();
+  for (int rank = 0; rank < 4; ++rank) {
+    ASSERT_EQ(job[rank].ran.size(), 1u);
+    EXPECT_EQ(job[rank].ran.front().created_set, 1u);
+    EXPECT_EQ(job[rank].ran.front().unasked.front(), rank % 2 == 0);
+    ASSERT_NE(job[rank].participant->members(1), nullptr);
+    EXPECT_EQ(*job[rank].participant->members(1), (std::vector<int32_t>{1, 3}));
+  }
+  for (const int rank : {1, 3}) job.submit(rank, in_set(1, "x"));
+  job.run();
+  EXPECT_EQ(job.order(3).back(), "x");
+  EXPECT_EQ(job[0].ran.size(), 1u);
+  job.expect_idle();
+}
+
+TEST(ControlProcessSets, AdoptingFindsTheFirstSetWithTheseRanks) {
+  Simulation job(3, Config{});
+  const auto adopt = [&](std::vector<int32_t> ranks) {
+    for (const int32_t rank : ranks) job.submit(rank, make_adoption(ranks));
+    job.run();
+    for (int rank = 1; rank < 3; ++rank) EXPECT_TRUE(job[rank].ran.back().same_bucket(job[0].ran.back()));
+    job.expect_idle();
+    return job[0].ran.back().created_set;
+  };
+  const auto everywhere = [&](const UnitSpec& spec) {
+    job.submit_everywhere(spec);
+    job.run();
+  };
+  everywhere(make_set("s1", {0, 1}));
+  everywhere(make_set("s2", {0, 1}));
+  EXPECT_EQ(adopt({0, 1}), 1u);
+  EXPECT_EQ(adopt({0, 1, 2}), 0u);
+  EXPECT_EQ(adopt({2}), 3u);
+  EXPECT_EQ(adopt({2}), 3u);
+  everywhere(make_removal("r1", 1));
+  EXPECT_EQ(adopt({0, 1}), 2u);
+  everywhere(make_removal("r2", 2));
+  EXPECT_EQ(adopt({0, 1}), 4u);  // an id is never given again
+  EXPECT_EQ(adopt({2}), 3u);
+}
+
+// Two groups that adopt at the same time, and ranks in both that do it in any order.
+TEST(ControlProcessSets, GroupsAdoptInAnyOrder) {
+  for (unsigned seed = 0; seed < 20; ++seed) {
+    Simulation job(4, Config{}, seed);
+    job.lazy_root = true;
+    std::vector<std::pair<int, std::vector<int32_t>>> calls;
+    for (const std::vector<int32_t>& ranks : std::vector<std::vector<int32_t>>{{0, 1}, {2, 3}, {1, 2}, {0, 1, 2}}) {
+      for (const int32_t rank : ranks) calls.emplace_back(rank, ranks);
+    }
+    std::shuffle(calls.begin(), calls.end(), job.random);
+    for (const auto& [rank, ranks] : calls) {
+      job.submit(rank, make_adoption(ranks));
+      job.some_steps(3);
+    }
+    job.run();
+    job.expect_idle();
+    for (int rank = 0; rank < 4; ++rank) {
+      ASSERT_EQ(job[rank].ran.size(), 4u);
+      for (size_t i = 0; i < 4; ++i) EXPECT_TRUE(job[rank].ran[i].same_bucket(job[0].ran[i]));
+      for (uint32_t set = 1; set < 5; ++set) {
+        ASSERT_NE(job[rank].participant->members(set), nullptr);
+        EXPECT_EQ(*job[rank].participant->members(set), *job[0].participant->members(set));
+      }
+    }
+  }
+}
+
+TEST(ControlProcessSets, AnAdoptionAndARemovalCross) {
+  for (unsigned seed = 0; seed < 30; ++seed) {
+    Simulation job(3, Config{}, seed);
+    job.lazy_root = true;
+    job.submit_everywhere(make_set("s", {0, 1}));
+    job.run();
+    for (int rank = 0; rank < 3; ++rank) {
+      std::vector<UnitSpec> calls = {make_removal("remove", 1)};
+      if (rank < 2) calls.push_back(make_adoption({0, 1}));
+      std::shuffle(calls.begin(), calls.end(), job.random);
+      for (const UnitSpec& call : calls) {
+        job.submit(rank, call);
+        job.some_steps(4);
+      }
+    }
+    job.run();
+    job.expect_idle();
+    for (int rank = 0; rank < 3; ++rank) {
+      ASSERT_EQ(job[rank].ran.size(), 3u);
+      for (size_t i = 0; i < 3; ++i) EXPECT_TRUE(job[rank].ran[i].same_bucket(job[0].ran[i]));
+      const bool removed_first = job.order(0)[1] == "remove";
+      EXPECT_EQ(job[rank].ran[removed_first ? 2 : 1].created_set, removed_first ? 2u : 1u);
+      EXPECT_EQ(job[rank].participant->members(1), nullptr);
+      EXPECT_EQ(job[rank].participant->members(2) != nullptr, removed_first);
+    }
+  }
+}
+
+TEST(ControlProcessSets, AnAdoptionThatMakesNoSense) {
+  Simulation job(3, Config{});
+  EXPECT_EQ(refusal(job, 0, make_adoption({1, 2}), "not a member"), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(refusal(job, 0, make_adoption({}), "at least one rank"), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(refusal(job, 0, make_adoption({0, 3}), "from 0 to 2"), ErrorCode::kInvalidArgument);
+  UnitSpec renamed = make_adoption({0, 1});
+  renamed.name = "mine";
+  EXPECT_EQ(refusal(job, 0, renamed, "name"), ErrorCode::kInvalidArgument);
+  EXPECT_EQ(refusal(job, 0, make_unit(adoption_name({0, 1})), "reserved"), ErrorCode::kInvalidArgument);
+  job.expect_idle();
+}
+
+TEST(ControlProcessSets, AnAdoptionNeedsItsMembersOnly) {
+  Config config;
+  config.stall_check_seconds = 10;
+  Simulation job(4, config);
+  job.leave(3, true, "done");
+  job.submit(0, make_adoption({0, 1}));
+  job.run();
+  job.advance(std::chrono::seconds(11));
+  ASSERT_EQ(job.reports.size(), 1u);
+  EXPECT_NE(job.reports.front().second.find("rank 1 has not submitted"), std::string::npos);
+  EXPECT_EQ(job.reports.front().second.find("rank 2"), std::string::npos);
+  job.submit(1, make_adoption({0, 1}));
+  job.run();
+  for (int rank = 0; rank < 3; ++rank) EXPECT_NE(job[rank].participant->members(1), nullptr);
+  job.expect_idle();
+  job.submit(0, make_adoption({0, 3}));
+  job.run();
+  ASSERT_TRUE(job[0].fatal);
+  EXPECT_EQ(job[0].fatal->code, ErrorCode::kPeerLost);
+  EXPECT_EQ(job[0].fatal->rank, 3);
+}
+
+TEST(ControlProcessSets, AMemberThatHasJoinedIsAdoptedAlong) {
+  Simulation job(4, Config{});
+  job.submit(1, make_join());
+  job.submit(3, make_join());
+  job.run();
+  job.submit(0, make_adoption({0, 1}));
+  job.run();
+  for (int rank = 0; rank < 4; ++rank) EXPECT_NE(job[rank].participant->members(1), nullptr);
+  job.submit(0, in_set(1, "x"));
+  job.run();
+  EXPECT_EQ(job.order(1).back(), "x");
+  for (const int rank : {0, 2}) job.submit(rank, make_join());
+  job.run();
+  job.expect_idle();
+}
+
 }  // namespace
 }  // namespace fusewire

@@ -64,6 +64,21 @@ inline UnitSpec make_removal(const std::string& name, uint32_t set) {
   return spec;
 }
 
+inline UnitSpec make_join() {
+  UnitSpec spec;
+  spec.kind = OpKind::kJoin;
+  spec.name = kJoinName;
+  return spec;
+}
+
+inline UnitSpec make_adoption(std::vector<int32_t> ranks) {
+  UnitSpec spec;
+  spec.kind = OpKind::kAdoptProcessSet;
+  spec.name = adoption_name(ranks);
+  spec.ranks = std::move(ranks);
+  return spec;
+}
+
 class Simulation {
  public:
   // What one rank has been told to run.
@@ -74,8 +89,15 @@ class Simulation {
     std::vector<std::string> names;
     std::vector<std::vector<bool>> skipped;
     std::vector<std::vector<int64_t>> extents;
-    uint32_t created_set = 0;  // of the last unit
+    uint32_t created_set = 0;   // of the last unit
+    std::vector<bool> unasked;  // taken part in without having submitted it
     bool operator==(const Ran&) const = default;
+    // The same bucket, whether or not the rank had asked for it.
+    bool same_bucket(const Ran& other) const {
+      Ran copy = other;
+      copy.unasked = unasked;
+      return copy == *this;
+    }
   };
   struct Failed {
     std::string name;
@@ -179,7 +201,8 @@ class Simulation {
       ran.process_set = work.process_set;
       ran.skip = work.skip;
       for (const WorkUnit& unit : work.units) {
-        ran.names.push_back(take_name(at, unit.token));
+        ran.names.push_back(unit.unasked ? unit.unasked->name : take_name(at, unit.token));
+        ran.unasked.push_back(unit.unasked != nullptr);
         ran.skipped.push_back(unit.skipped);
         ran.extents.push_back(unit.extents);
         ran.created_set = unit.created_set;
