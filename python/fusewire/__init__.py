@@ -16,7 +16,13 @@ _build.check()  # imports torch, whose libraries the extension needs; says what 
 from ._run import run
 from ._state import cross_rank, cross_size, init, is_initialized, local_rank, local_size, rank, shutdown, size
 from ._version import __version__
-from .averaging import PeriodicModelAverager
+from .averaging import (
+    HierarchicalModelAverager,
+    LocalSGD,
+    ModelAverager,
+    PeriodicModelAverager,
+    PostLocalSGDOptimizer,
+)
 from .compression import Compression, Compressor
 from .errors import (
     CollectiveError,
@@ -95,12 +101,16 @@ __all__ = [
     "DuplicateNameError",
     "FusewireError",
     "Handle",
+    "HierarchicalModelAverager",
     "HorovodInternalError",
+    "LocalSGD",
     "Max",
     "Min",
+    "ModelAverager",
     "NotInitializedError",
     "PeerLostError",
     "PeriodicModelAverager",
+    "PostLocalSGDOptimizer",
     "ProcessSet",
     "Product",
     "ReduceOp",

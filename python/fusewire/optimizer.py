@@ -277,6 +277,19 @@ class _NotWrapped:
         )
 
 
+def unwrap(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+    """Makes a wrapped optimizer a plain local one. Call it on every rank, between a step and the next backward.
+
+    Returns the parameters with the names they had. ValueError when it is not wrapped.
+    """
+    attached = getattr(optimizer, "_fusewire", None)
+    if attached is None:
+        raise ValueError("this optimizer is not wrapped")
+    attached.unhook(optimizer)
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return [(attached._names[id(parameter)], parameter) for parameter in parameters]
+
+
 def _running(engine: _core.Engine | None) -> _core.Engine:
     running = engine if engine is not None else _core.get_default_engine()
     if running is None:
