@@ -69,10 +69,6 @@ ReduceOp operator_of(PyObject* average, PyObject* op) {
   if (code < 0 || code >= kReduceOpCount) {
     invalid("op=" + std::to_string(code) + " is no operator; allowed: Average, Sum, Min, Max, Product, Adasum");
   }
-  if (static_cast<ReduceOp>(code) == ReduceOp::kAdasum) {
-    PyErr_SetString(PyExc_NotImplementedError, "op=Adasum is not available yet");
-    throw py::error_already_set();
-  }
   return static_cast<ReduceOp>(code);
 }
 
