@@ -31,7 +31,8 @@ class HierarchicalModelAverager(ModelAverager):
         buffers, weights: see ModelAverager. A list of weights has one number for each rank of the whole group.
 
     `period_process_group_dict` maps each period to the group that this rank averages with: torch ProcessGroups where
-    `process_group` is one, ProcessSets where it is one. They are made here: all ranks of the job make the averager.
+    `process_group` is one, ProcessSets where it is one (None on ranks outside of it). They are made here, so all
+    members make the averager, and with torch groups, as torch wants it, all other ranks too.
 
     Raises ValueError for an empty dict, a period below 1, a last size that is not that of the whole group, a size that
     does not divide it, or negative warmup_steps. A longest period of 1 warns: averaging gradients costs the same.

@@ -68,8 +68,8 @@ class LocalSGD(PostLocalSGDOptimizer):
         self._options = {**options, "engine": engine}
         if options.get("named_parameters") is not None:  # a generator can be read once, and there are two phases
             self._options["named_parameters"] = list(options["named_parameters"])
-        self._outer = averager._peers.process_set
-        self.inner = None if inner is None else Peers(inner, engine).process_set
+        self._outer = _gradient_set(averager._peers)
+        self.inner = None if inner is None else _gradient_set(Peers(inner, engine))
         self._current: ProcessSet | None = None
         self._enter_phase()
 
@@ -110,3 +110,7 @@ class LocalSGD(PostLocalSGDOptimizer):
         if wanted is not None:
             DistributedOptimizer(self.optim, process_set=wanted, **self._options)
         self._current = wanted
+
+
+def _gradient_set(peers: Peers) -> ProcessSet | None:
+    return peers.process_set if peers.included else None

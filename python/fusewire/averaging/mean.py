@@ -15,8 +15,8 @@ from typing import Any
 import torch
 
 from .. import _core, ops
-from ..errors import NotInitializedError, TensorMismatchError
-from .peers import Peers
+from ..errors import TensorMismatchError
+from .peers import Peers, running_engine
 
 Parameters = Iterable[torch.Tensor] | Iterable[dict[str, Any]] | Iterable[tuple[str, torch.Tensor]]
 Buffers = torch.nn.Module | Iterable[torch.Tensor] | Iterable[tuple[str, torch.Tensor]]
@@ -54,10 +54,8 @@ def average(
             "there are no parameters to average: the list is empty, or it is a generator that was read before. Call "
             "model.parameters() anew each time, or pass list(model.parameters())"
         )
-    if engine is None and _core.get_default_engine() is None:
-        raise NotInitializedError("Fusewire is not running any more; call fusewire.init() and make a new averager")
+    running_engine(engine)
     named = _distinct(named + _labelled_buffers(buffers))
-    assert peers.process_set is not None
     options = {"process_set": peers.process_set, "engine": engine}
     try:
         if weights is None:

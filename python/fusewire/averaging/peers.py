@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
 from typing import Any
 
 from .. import _core, _state
 from ..errors import NotInitializedError
-from ..process_sets import ProcessSet, add_process_set, global_process_set, registered_with
+from ..process_sets import ProcessSet, global_process_set, resolve
 
 
 class Peers:
@@ -15,50 +15,59 @@ class Peers:
 
     Args:
         process_group: a ProcessSet, a ProcessGroup of torch.distributed, what torch gives to a rank outside of a group
-            (`GroupMember.NON_GROUP_MEMBER`), or None for all ranks.
+            (`GroupMember.NON_GROUP_MEMBER`), or None for all ranks. The first use of a torch group waits for all its
+            members.
         engine: None is the process's default engine, which is started from torch.distributed's default group if need
             be.
 
     `group` is what users see: what they gave, or for None torch's default group where the ranks of Fusewire have one,
-    else the global process set. `process_set` is None on a rank outside of a torch group. `ranks` are global and
-    sorted.
+    else the global process set. `ranks` are global and sorted; `index` is this rank's place among them, -1 outside.
+    `whole` is what these peers were split from.
 
     Raises NotInitializedError when there is no engine and nothing to start it from, ValueError for a set that is not
     registered or a group that belongs to another job, TypeError for anything else.
     """
 
     def __init__(
-        self, process_group: Any = None, engine: _core.Engine | None = None, whole: Peers | None = None
+        self,
+        process_group: Any = None,
+        engine: _core.Engine | None = None,
+        whole: Peers | None = None,
     ) -> None:
         running = engine if engine is not None else _started()
-        self.group: Any = process_group
-        self.process_set: ProcessSet | None
-        self.is_torch_group = False
         self._engine = engine
+        self.whole = whole or self
+        self.group: Any = process_group
         if process_group is None:
-            self.process_set = global_process_set
-            self.group = global_process_set
-            if engine is None and (world := _world_of(running)) is not None:
-                self.group, self.is_torch_group = world, True
-        elif isinstance(process_group, ProcessSet):
-            self.process_set = process_group
-        else:
-            self.is_torch_group = True
-            self.process_set = _process_set_of(process_group, running)
-        self.ranks: list[int] = [] if self.process_set is None else running.members(self.process_set.registered_id())
+            world = _world_of(running) if engine is None else None
+            self.group = global_process_set if world is None else world
+        self.is_torch_group = not isinstance(self.group, ProcessSet)
+        self._outside = self.is_torch_group and _stands_for_outside(self.group)
+        self._adopted: tuple[weakref.ref[_core.Engine], ProcessSet] | None = None
+        self.ranks: list[int] = [] if self._outside else running.members(self.process_set.registered_id())
         self.included = running.rank in self.ranks
-        self.index = self.ranks.index(running.rank) if self.included else -1  # this rank's place among them
-        self.whole = whole or self  # what they were split from
+        self.index = self.ranks.index(running.rank) if self.included else -1
 
     @property
     def size(self) -> int:
         """How many they are; -1 outside of a torch group, where torch itself does not say."""
-        return len(self.ranks) if self.process_set is not None else -1
+        return -1 if self._outside else len(self.ranks)
+
+    @property
+    def process_set(self) -> ProcessSet:
+        """Their set in the engine that runs now. After a shutdown() and a new init() that may be another one."""
+        if self._adopted is None:
+            return resolve(self.group, self._engine)
+        running = running_engine(self._engine)
+        if self._adopted[0]() is not running:
+            self._adopt(running)
+        return self._adopted[1]
 
     def split(self, size: int) -> Peers | None:
-        """This rank's share of the ranks when they are divided into groups of `size`, in order; None where it has none.
+        """This rank's share of the ranks when they are divided into groups of `size`, in order; None outside of them.
 
-        All ranks of the job call it. The new group is of the same kind as the whole one.
+        The new group is of the same kind as the whole one. All members call it, and for a torch group, which torch
+        makes on all ranks of a job, all others too.
 
         Raises ValueError when the ranks cannot be divided like that.
         """
@@ -69,15 +78,31 @@ class Peers:
             )
         if size == self.size:
             return self
-        parts = [self.ranks[begin : begin + size] for begin in range(0, self.size, size)]
-        registered = [_registered(part, self._engine) for part in parts]
         if self.is_torch_group:
             import torch.distributed as dist
 
             return Peers(dist.new_subgroups(group_size=size, group=self.group)[0], self._engine, self)
         if not self.included:
             return None
-        return Peers(registered[self.index // size], self._engine, self)
+        begin = self.index // size * size
+        part = Peers(self.group, self._engine, self)
+        part.ranks, part.index = self.ranks[begin : begin + size], self.index - begin
+        part._adopt(running_engine(self._engine))
+        return part
+
+    def _adopt(self, running: _core.Engine) -> None:
+        """Makes a set of `ranks`, or takes the one that there is. Its members call this, and nobody else needs to."""
+        chosen = ProcessSet(self.ranks)
+        chosen.process_set_id = _core.adopt_process_set(running, self.ranks)
+        self.group, self._adopted = chosen, (weakref.ref(running), chosen)
+
+
+def running_engine(engine: _core.Engine | None) -> _core.Engine:
+    """`engine`, or the default one. NotInitializedError when it does not run any more."""
+    running = engine if engine is not None else _core.get_default_engine()
+    if running is None:
+        raise NotInitializedError("Fusewire is not running any more in this process; call fusewire.init()")
+    return running
 
 
 def _started() -> _core.Engine:
@@ -91,9 +116,7 @@ def _started() -> _core.Engine:
                 "torch.distributed.init_process_group()"
             )
         _state.init()
-    running = _core.get_default_engine()
-    assert running is not None
-    return running
+    return running_engine(None)
 
 
 def _world_of(running: _core.Engine) -> Any:
@@ -105,24 +128,13 @@ def _world_of(running: _core.Engine) -> Any:
     return dist.group.WORLD if (dist.get_rank(), dist.get_world_size()) == (running.rank, running.size) else None
 
 
-def _process_set_of(group: Any, running: _core.Engine) -> ProcessSet | None:
+def _stands_for_outside(group: Any) -> bool:
+    """Whether this is torch's stand-in for a group that this rank is not in. TypeError for what is no group at all."""
     import torch.distributed as dist
 
     if dist.is_available():
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
-            return None
         if isinstance(group, dist.ProcessGroup):
-            if _world_of(running) is None:
-                raise ValueError(
-                    "this torch ProcessGroup belongs to other ranks than those of Fusewire (rank "
-                    f"{running.rank} of {running.size})"
-                )
-            return registered_with(dist.get_process_group_ranks(group))
+            return False
+        if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
+            return True
     raise TypeError(f"process_group must be None, a ProcessSet or a torch ProcessGroup, got {type(group).__name__}")
-
-
-def _registered(ranks: Sequence[int], engine: _core.Engine | None) -> ProcessSet:
-    try:
-        return registered_with(ranks)
-    except ValueError:
-        return add_process_set(ProcessSet(ranks), engine=engine)
