@@ -7,6 +7,7 @@
 #include <string_view>
 #include <vector>
 
+#include "common/chunk_trace.h"
 #include "common/types.h"
 
 namespace fusewire {
@@ -36,6 +37,7 @@ struct Bucket : Operation {  // `root` is the rank inside the process set
   DataType wire = DataType::kFloat32;  // narrower than dtype under fp16 / bf16 compression
   std::vector<Segment> segments;
   int64_t elements = 0;  // sum of the segments' numel (of their inputs)
+  ChunkTrace* trace = nullptr;  // is told what run() does, if not null
 };
 
 class Backend {

@@ -9,9 +9,13 @@ void shm_allreduce_once(ShmContext& context, const Reduction& reduction) {
   const int64_t chunk = ++context.chunk;
   const int64_t elements = cursor.elements();
 
-  context.waiter.wait_all(ShmStage::kCopied, chunk - kShmBuffers);  // Note [Slot reuse]
-  cursor.gather(0, elements, context.region.slot(context.rank, chunk));
-  context.waiter.publish(ShmStage::kPacked, chunk);
+  {
+    const auto step = context.watch.step(ChunkStep::kPack);
+    context.waiter.wait_all(ShmStage::kCopied, chunk - kShmBuffers);  // Note [Slot reuse]
+    cursor.gather(0, elements, context.region.slot(context.rank, chunk));
+    context.waiter.publish(ShmStage::kPacked, chunk);
+  }
+  const auto step = context.watch.step(ChunkStep::kReduce);
 
   for (int rank = 0; rank < context.size(); ++rank) {
     context.bases[static_cast<size_t>(rank)] = context.region.slot(rank, chunk);

@@ -53,9 +53,10 @@ class Pipeline {
 
   void pack(int64_t index) {
     const int64_t number = first_ + index;
+    const auto [begin, end] = chunk_span(index);
+    const auto step = context_.watch.step(ChunkStep::kPack, begin, end);
     context_.waiter.wait_all(ShmStage::kCopied, number - kShmBuffers);  // Note [Slot reuse]
     std::byte* slot = context_.region.slot(context_.rank, number);
-    const auto [begin, end] = chunk_span(index);
     const auto [own_begin, own_end] = slice(index, context_.rank);
     cursor_.gather(begin, own_begin, slot);
     cursor_.gather_staged(own_begin, own_end, slot + bytes(own_begin - begin));
@@ -66,6 +67,7 @@ class Pipeline {
   void reduce(int64_t index) {
     const int64_t number = first_ + index;
     const auto [begin, end] = slice(index, context_.rank);
+    const auto step = context_.watch.step(ChunkStep::kReduce, begin, end);
     const size_t offset = bytes(begin - chunk_span(index).begin);
     for (int rank = 0; rank < context_.size(); ++rank) {
       context_.bases[static_cast<size_t>(rank)] = context_.region.slot(rank, number) + offset;
@@ -78,6 +80,8 @@ class Pipeline {
 
   void copy(int64_t index) {
     const int64_t number = first_ + index;
+    const auto [chunk_begin, chunk_end] = chunk_span(index);
+    const auto trace = context_.watch.step(ChunkStep::kUnpack, chunk_begin, chunk_end);
     // Where a wait is a sleep, one for all peers; where it is a spin, begin with whoever is ready.
     if (context_.crowded) context_.waiter.wait_all(ShmStage::kReduced, number);
     for (int step = 1; step < context_.size(); ++step) {
@@ -85,7 +89,7 @@ class Pipeline {
       context_.waiter.wait_for(peer, ShmStage::kReduced, number);
       const auto [begin, end] = slice(index, peer);
       const std::byte* slot = context_.region.slot(context_.region.result_home(peer), number);
-      cursor_.scatter(slot + bytes(begin - chunk_span(index).begin), begin, end);
+      cursor_.scatter(slot + bytes(begin - chunk_begin), begin, end);
     }
     context_.waiter.publish(ShmStage::kCopied, number);
   }

@@ -27,6 +27,7 @@ class ShmBackend final : public Backend {
                  {},
                  std::vector<const std::byte*>(static_cast<size_t>(options.size)),
                  std::vector<const void*>(static_cast<size_t>(options.size))} {
+    context_.waiter.tell(&context_.watch);
     // A second backend over the same region goes on where the first one ended.
     const auto& reached = context_.region.progress(options.rank).reached;
     context_.chunk = reached[static_cast<int>(ShmStage::kReduced)].load(std::memory_order_relaxed);
@@ -36,6 +37,7 @@ class ShmBackend final : public Backend {
 
   void run(const Bucket& bucket) override {
     context_.waiter.throw_if_stopped();
+    context_.watch.start(bucket.trace, std::max<int64_t>(bucket.elements, 1));
     try {
       if (!agreed_) agree();
       dispatch(bucket);

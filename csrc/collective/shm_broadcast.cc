@@ -12,6 +12,7 @@ void shm_broadcast(ShmContext& context, int root, size_t chunk_bytes) {
     const int64_t end = std::min(begin + step, cursor.elements());
     const int64_t chunk = ++context.chunk;
     std::byte* slot = context.region.slot(root, chunk);
+    const auto trace = context.watch.step(context.rank == root ? ChunkStep::kPack : ChunkStep::kUnpack, begin, end);
     if (context.rank == root) {
       context.waiter.wait_all(ShmStage::kCopied, chunk - kShmBuffers);  // Note [Slot reuse]
       cursor.gather(begin, end, slot);

@@ -10,6 +10,7 @@
 #include "collective/shm_geometry.h"
 #include "collective/shm_region.h"
 #include "collective/shm_wait.h"
+#include "common/chunk_trace.h"
 #include "kernels/kernels.h"
 
 namespace fusewire {
@@ -33,6 +34,7 @@ struct ShmContext {
   std::vector<std::byte> scratch;
   std::vector<const std::byte*> bases;  // one per rank: see shm_reduce_home
   std::vector<const void*> sources;     // one per rank: what a kernel call gets
+  ChunkStopwatch watch{};
 
   int size() const { return region.size(); }
 };

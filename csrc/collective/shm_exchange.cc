@@ -18,6 +18,7 @@ class Exchange {
       : context_(context), first_(context.chunk + 1), chunk_elements_(chunk_elements) {}
 
   void pack(int64_t index) {
+    const auto step = context_.watch.step(ChunkStep::kPack);
     const int64_t number = first_ + index;
     BucketCursor& given = context_.rows[static_cast<size_t>(context_.rank)];
     if (given.overlaps(begin(index), end(index))) {
@@ -28,6 +29,7 @@ class Exchange {
   }
 
   void take(int64_t index) {
+    const auto trace = context_.watch.step(ChunkStep::kUnpack);
     const int64_t number = first_ + index;
     if (context_.crowded) wait_for_all(index);
     for (int step = 1; step < context_.size(); ++step) {
@@ -69,7 +71,10 @@ void shm_exchange(ShmContext& context, BucketCursor& own, int64_t longest, size_
   Exchange exchange(context, chunk_elements);
   for (int64_t step = 0; step <= chunks; ++step) {
     if (step < chunks) exchange.pack(step);
-    own.copy_across(step * own_step, (step + 1) * own_step);  // an allgather's lies in the cache now
+    {
+      const auto trace = context.watch.step(ChunkStep::kUnpack);
+      own.copy_across(step * own_step, (step + 1) * own_step);  // an allgather's lies in the cache now
+    }
     if (step > 0) exchange.take(step - 1);
   }
   context.chunk += chunks;

@@ -38,6 +38,7 @@ class Pipeline {
   }
 
   void pack(int64_t index) {
+    const auto step = context_.watch.step(ChunkStep::kPack);
     const int64_t number = first_ + index;
     context_.waiter.wait_all(ShmStage::kCopied, number - kShmBuffers);  // Note [Slot reuse]
     for (int owner = 0; owner < context_.size(); ++owner) {
@@ -52,6 +53,7 @@ class Pipeline {
   }
 
   void reduce(int64_t index) {
+    const auto step = context_.watch.step(ChunkStep::kReduce);
     const int64_t number = first_ + index;
     BucketCursor& own = row(context_.rank);
     const int64_t begin = index * slice_;

@@ -70,7 +70,10 @@ bool ShmWaiter::fulfilled(int first, int last, ShmStage stage, int64_t chunk) {
 
 void ShmWaiter::wait(int first, int last, ShmStage stage, int64_t chunk) {
   throw_if_stopped();
-  if (!fulfilled(first, last, stage, chunk)) wait_slowly(first, last, stage, chunk);
+  if (fulfilled(first, last, stage, chunk)) return;
+  if (watch_ != nullptr) watch_->wait_begins();
+  wait_slowly(first, last, stage, chunk);
+  if (watch_ != nullptr) watch_->wait_ends();
 }
 
 void ShmWaiter::wait_slowly(int first, int last, ShmStage stage, int64_t chunk) {

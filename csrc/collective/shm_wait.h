@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "collective/shm_region.h"
+#include "common/chunk_trace.h"
 #include "common/error.h"
 
 namespace fusewire {
@@ -28,6 +29,9 @@ namespace fusewire {
 class ShmWaiter {
  public:
   ShmWaiter(ShmRegion region, int rank, std::chrono::nanoseconds spin, std::chrono::nanoseconds abort_after);
+
+  // Is told of waits that do not end at once; must outlive the waiter.
+  void tell(ChunkStopwatch* watch) { watch_ = watch; }
 
   // Everything this rank wrote before is visible to whoever sees `chunk`.
   void publish(ShmStage stage, int64_t chunk);
@@ -59,6 +63,7 @@ class ShmWaiter {
 
   ShmRegion region_;
   int rank_;
+  ChunkStopwatch* watch_ = nullptr;
   std::chrono::nanoseconds spin_;
   std::chrono::nanoseconds abort_after_;
   std::vector<int64_t> seen_;         // [rank * kShmStages + stage]: the last value read, to leave the line alone

@@ -73,7 +73,7 @@ struct Knob {
   void (*assign)(Config&, const std::string& where, const std::string& value);
 };
 
-constexpr std::array<Knob, 9> kKnobs = {{
+constexpr std::array<Knob, 12> kKnobs = {{
     {"fusion_threshold", "FUSEWIRE_FUSION_THRESHOLD", "HOROVOD_FUSION_THRESHOLD",
      [](Config& c, const std::string& w, const std::string& v) {
        c.fusion_threshold = parse_integer(w, v, 0, kMostBytes);
@@ -84,6 +84,16 @@ constexpr std::array<Knob, 9> kKnobs = {{
      [](Config& c, const std::string& w, const std::string& v) { c.stall_check_seconds = parse_seconds(w, v); }},
     {"stall_abort_time", "FUSEWIRE_STALL_ABORT_TIME", "HOROVOD_STALL_SHUTDOWN_TIME_SECONDS",
      [](Config& c, const std::string& w, const std::string& v) { c.stall_abort_seconds = parse_seconds(w, v); }},
+    {"timeline", "FUSEWIRE_TIMELINE", "HOROVOD_TIMELINE",
+     [](Config& c, const std::string&, const std::string& v) { c.timeline = v == "DYNAMIC" ? "" : v; }},
+    {"timeline_mark_cycles", "FUSEWIRE_TIMELINE_MARK_CYCLES", "HOROVOD_TIMELINE_MARK_CYCLES",
+     [](Config& c, const std::string& w, const std::string& v) {
+       c.timeline_mark_cycles = parse_integer(w, v, 0, 1) == 1;
+     }},
+    {"timeline_limit", "FUSEWIRE_TIMELINE_LIMIT", "",
+     [](Config& c, const std::string& w, const std::string& v) {
+       c.timeline_limit = parse_integer(w, v, 0, kMostBytes);
+     }},
     {"spin_us", "FUSEWIRE_SPIN_US", "",
      [](Config& c, const std::string& w, const std::string& v) { c.spin_us = parse_integer(w, v, -1, 1'000'000); }},
     {"inline_limit", "FUSEWIRE_INLINE_LIMIT", "",

@@ -28,6 +28,17 @@ struct Config {
   // StalledError with the report. 0 waits for ever.
   double stall_abort_seconds = 1800.0;
 
+  // FUSEWIRE_TIMELINE (HOROVOD_TIMELINE), a path: every rank records what happens to a file of its own, see
+  // docs/timeline.md. "{rank}" in it is the rank's number; without it the number is put before the extension. Empty (or
+  // Horovod's "DYNAMIC"): off until start_timeline().
+  std::string timeline;
+
+  // FUSEWIRE_TIMELINE_MARK_CYCLES (HOROVOD_TIMELINE_MARK_CYCLES), 0 or 1: also mark when negotiation did something.
+  bool timeline_mark_cycles = false;
+
+  // FUSEWIRE_TIMELINE_LIMIT, bytes: a file that has grown to this size says so and is not written to any more. 0: none.
+  int64_t timeline_limit = 256LL << 20;
+
   // FUSEWIRE_SPIN_US, microseconds: how long a thread with an operation pending looks again before it sleeps. The
   // default -1 means 20 where there are at least as many cores as local ranks, and 0 elsewhere.
   int64_t spin_us = -1;

@@ -98,6 +98,8 @@ void Coordinator::Impl::tick() {
 Coordinator::Coordinator(int size, const Config& config) : impl_(std::make_unique<Impl>(size, config)) {}
 Coordinator::~Coordinator() = default;
 
+void Coordinator::on_announced(AnnouncedCallback callback) { impl_->announced = std::move(callback); }
+
 void Coordinator::receive(int rank, RequestList&& message, TimePoint now) {
   impl_->advance(now);
   impl_->receive(rank, std::move(message));

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <optional>
 #include <string>
@@ -20,6 +21,10 @@ class Coordinator {
   ~Coordinator();
   Coordinator(const Coordinator&) = delete;
   Coordinator& operator=(const Coordinator&) = delete;
+
+  // Is told of every announcement that counts, on the thread that calls receive().
+  using AnnouncedCallback = std::function<void(int rank, uint32_t process_set, const std::string& name)>;
+  void on_announced(AnnouncedCallback callback);
 
   void receive(int rank, RequestList&& message, TimePoint now);
 

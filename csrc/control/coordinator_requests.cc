@@ -118,6 +118,7 @@ void Coordinator::Impl::submit(Unit& unit, const ProcessSet& set, int rank, cons
   }
   if (!dissents && !request.extents.empty()) bring(unit, rank, request.extents);
   unit.submitted.insert(rank);
+  if (announced) announced(rank, unit.set_id, unit.name());
   if (unit.parties->contains(rank)) --unit.missing;
   if (spec.kind == OpKind::kJoin) {
     join = &unit;

@@ -63,6 +63,8 @@ struct Coordinator::Impl {
   uint64_t sequence = 0;  // of the last response
   TimePoint now{};
 
+  AnnouncedCallback announced;
+
   std::vector<ResponseError> errors;  // for the next response
   std::vector<std::string> reports;
   std::vector<Debt> debts;

@@ -1,6 +1,7 @@
 #include "control/participant.h"
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <utility>
 
@@ -58,6 +59,14 @@ struct Participant::Impl {
 
   uint64_t applied = 0;
   bool acknowledge = false;  // an eviction wants an answer
+
+  // Written by the driver alone.
+  std::atomic<uint64_t> hits{0};
+  std::atomic<uint64_t> misses{0};
+  std::atomic<uint64_t> evictions{0};
+  static void count(std::atomic<uint64_t>& counter) {
+    counter.store(counter.load(std::memory_order_relaxed) + 1, std::memory_order_relaxed);
+  }
 
   // The outgoing message.
   uint64_t message = 1;  // counts them
@@ -132,7 +141,9 @@ void Participant::Impl::announce(Record& record, const UnitSpec& spec, std::vect
   request.extents = std::move(extents);
   if (record.id != kNoCacheId && agree(*record.cached, spec)) {
     request.id = record.id;
+    count(hits);
   } else {
+    count(misses);
     request.spec = std::make_unique<UnitSpec>(spec);
     record.fresh = std::make_unique<UnitSpec>(spec);
   }
@@ -182,6 +193,7 @@ void Participant::Impl::drop_if_unused(Record& record) {
 void Participant::Impl::evict(CacheId id) {
   if (id >= by_id.size() || by_id[id] == nullptr) return;  // of a set without this rank
   Record& record = *std::exchange(by_id[id], nullptr);
+  count(evictions);
   record.id = kNoCacheId;
   if (record.in_flight && record.fresh == nullptr) {
     // Announced by the id. The root resolves that from messages that do not acknowledge the eviction (Note [Evicted
@@ -386,6 +398,11 @@ Participant::Outcome Participant::apply(const ResponseList& response) {
   }
   for (const ResponseError& error : response.errors) impl.apply_error(error, excused, outcome);
   return outcome;
+}
+
+CacheCounts Participant::cache_counts() const {
+  const auto get = [](const std::atomic<uint64_t>& counter) { return counter.load(std::memory_order_relaxed); };
+  return {get(impl_->hits), get(impl_->misses), get(impl_->evictions)};
 }
 
 size_t Participant::pending() const { return impl_->in_flight; }

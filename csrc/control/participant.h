@@ -40,6 +40,13 @@ struct Failure {
   std::string message;
 };
 
+// Units announced by a cache id and units described in full, and ids given up.
+struct CacheCounts {
+  uint64_t hits = 0;
+  uint64_t misses = 0;
+  uint64_t evictions = 0;
+};
+
 class Participant {
  public:
   Participant(int rank, int size);
@@ -75,6 +82,8 @@ class Participant {
   // Units in flight: how many, and their tokens (to fail them all).
   size_t pending() const;
   std::vector<UnitToken> take_pending();
+
+  CacheCounts cache_counts() const;  // any thread
 
   // Members of a set (global ranks, sorted), nullptr when it does not exist. Set 0 always exists. A set is created by
   // applying the response to a unit that adds one; its id is the number of sets created before it, on every rank.

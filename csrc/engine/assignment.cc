@@ -79,6 +79,7 @@ TensorView make_output(const InFlight& unit, size_t tensor, int64_t rows) {
 Assignment make_assignment(const Work& work, std::vector<InFlight> units, std::shared_ptr<Plane> plane, int rank) {
   Assignment assignment;
   assignment.bucket = work.bucket;
+  assignment.process_set = work.process_set;
   assignment.report_completion = work.report_completion;
   assignment.units.reserve(units.size());
   const size_t members = plane->ranks.size();
@@ -89,6 +90,7 @@ Assignment make_assignment(const Work& work, std::vector<InFlight> units, std::s
     result.skipped = work.units[u].skipped;
     if (work.skip) result.skipped.assign(unit.tensors.size(), true);
     const int root = unit.kind == OpKind::kBroadcast ? static_cast<int>(rank_in_set(*plane, unit.root)) : 0;
+    int64_t unit_elements = 0;
     for (size_t t = 0; t < unit.tensors.size(); ++t) {
       SubmittedTensor& tensor = unit.tensors[t];
       Rows counts = rows_of(unit, t, work.units[u], members);
@@ -109,6 +111,7 @@ Assignment make_assignment(const Work& work, std::vector<InFlight> units, std::s
       Bucket& part = part_for(assignment.parts, unit, tensor, root);
       const int64_t elements = tensor.input.numel();
       part.elements += elements;
+      unit_elements += elements;
       const int64_t moved = std::max(elements, tensor.output.numel());
       assignment.bytes += moved * static_cast<int64_t>(size_of(tensor.wire));
       if (!counts.empty()) {
@@ -118,7 +121,9 @@ Assignment make_assignment(const Work& work, std::vector<InFlight> units, std::s
       }
       part.segments.push_back({std::move(tensor.input), std::move(tensor.output), std::move(counts)});
     }
-    if (unit.handle) assignment.units.push_back({std::move(unit.handle), std::move(result)});
+    if (unit.handle) {
+      assignment.units.push_back({std::move(unit.handle), std::move(result), unit_elements, unit.trace});
+    }
   }
   assignment.plane = std::move(plane);
   return assignment;

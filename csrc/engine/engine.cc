@@ -17,6 +17,7 @@
 #include "engine/executor.h"
 #include "engine/plane_table.h"
 #include "engine/progress.h"
+#include "engine/recorder.h"
 #include "engine/submission.h"
 #include "engine/thread.h"
 
@@ -83,9 +84,13 @@ class Engine::Impl {
         logger_(config.log_level, endpoint_->rank()),
         spin_(spin_time(config, endpoint_->size())),
         seat_(endpoint_->seat()),
-        executor_(completion_, [this] { seat_.ring(); }),
+        recorder_(endpoint_->rank(), endpoint_->size()),
+        executor_(completion_, recorder_, [this] { seat_.ring(); }),
         planes_(*endpoint_, plane_options(config, spin_)),
-        progress_(*endpoint_, config_, logger_, completion_, executor_, planes_) {
+        progress_(*endpoint_, config_, logger_, completion_, executor_, planes_, recorder_) {
+    if (!config_.timeline.empty()) {
+      recorder_.timeline().start(config_.timeline, config_.timeline_mark_cycles, config_.timeline_limit);
+    }
     std::vector<int32_t> everybody(static_cast<size_t>(endpoint_->size()));
     for (size_t i = 0; i < everybody.size(); ++i) everybody[i] = static_cast<int32_t>(i);
     planes_.add(0, std::move(everybody));
@@ -109,6 +114,7 @@ class Engine::Impl {
   const std::chrono::microseconds spin_;
   Seat& seat_;
   Completion completion_;
+  Recorder recorder_;
   Executor executor_;
   PlaneTable planes_;
   Progress progress_;
@@ -156,6 +162,7 @@ Handle Engine::Impl::submit(Submission submission, bool wake) {
     submission.keep_alive = std::move(kept);
   }
   unit.handle->set_keep_alive(std::move(submission.keep_alive));
+  unit.trace = {recorder_.submitted(spec), submission.observer};
   Handle handle = unit.handle;
   progress_.add(std::move(spec), std::move(submission.extents), std::move(unit));
   if (wake) seat_.ring();
@@ -318,6 +325,7 @@ void Engine::Impl::shutdown(bool clean, const std::string& reason) {
   completion_.notify();
   coordinator_thread_.join();
   executor_.stop();
+  recorder_.timeline().stop();
   completion_.drop_retired();
 }
 
@@ -361,11 +369,25 @@ std::shared_ptr<const Error> Engine::failure() const { return impl_->completion_
 std::vector<int32_t> Engine::members(uint32_t process_set) const { return impl_->planes_.members(process_set); }
 
 EngineStats Engine::stats() const {
-  return {impl_->executor_.units_run(), impl_->executor_.buckets_run(), impl_->executor_.bytes_run()};
+  EngineStats stats = impl_->recorder_.counters().snapshot();
+  stats.cache = impl_->progress_.cache_counts();
+  return stats;
+}
+
+void Engine::start_timeline(const std::string& path, bool mark_cycles) {
+  impl_->check_usable();
+  impl_->recorder_.timeline().start(path, mark_cycles, impl_->config_.timeline_limit);
+}
+
+void Engine::stop_timeline() {
+  if (!impl_->forked()) impl_->recorder_.timeline().stop();
 }
 
 size_t Engine::pending() const { return impl_->progress_.pending(); }
 
-void Engine::abandon_after_fork() noexcept { impl_->endpoint_->abandon_after_fork(); }
+void Engine::abandon_after_fork() noexcept {
+  impl_->recorder_.timeline().abandon_after_fork();
+  impl_->endpoint_->abandon_after_fork();
+}
 
 }  // namespace fusewire

@@ -12,6 +12,8 @@
 #include "common/error.h"
 #include "common/types.h"
 #include "engine/handle.h"
+#include "engine/observer.h"
+#include "engine/stats.h"
 #include "transport/endpoint.h"
 
 namespace fusewire {
@@ -41,12 +43,7 @@ struct Submission : Operation {  // `root` is a global rank
   // Dropped as `keep_alive` is, so it may own Python objects.
   Allocator allocate;
   std::shared_ptr<void> keep_alive;  // keeps every `data` pointer valid
-};
-
-struct EngineStats {
-  uint64_t units = 0;    // units completed
-  uint64_t buckets = 0;  // buckets run here
-  uint64_t bytes = 0;    // bytes of those buckets, in their wire type
+  UnitObserver* observer = nullptr;  // may be null
 };
 
 class Engine {
@@ -88,7 +85,13 @@ class Engine {
   // Members of a process set (global ranks, sorted); throws kInvalidArgument when there is no such set.
   std::vector<int32_t> members(uint32_t process_set) const;
 
-  EngineStats stats() const;
+  EngineStats stats() const;  // since the engine was made; any thread
+
+  // Records what happens from now on in a file that Chrome and Perfetto read (docs/timeline.md): see timeline_path() for
+  // which. Throws Error(kInvalidArgument) when one is being recorded or the file cannot be made. stop() returns when it
+  // is written; shutdown does that, too.
+  void start_timeline(const std::string& path, bool mark_cycles);
+  void stop_timeline();
   size_t pending() const;  // units in flight here
 
   // In a forked child: drop descriptors and mappings; every later call raises kShutdown.

@@ -1,6 +1,5 @@
 #include "engine/executor.h"
 
-#include <limits>
 #include <string>
 #include <system_error>
 #include <utility>
@@ -25,8 +24,8 @@ std::shared_ptr<const Error> explain(const Error& error, const Plane& plane) {
 
 }  // namespace
 
-Executor::Executor(Completion& completion, std::function<void()> after_run)
-    : completion_(completion), after_run_(std::move(after_run)) {}
+Executor::Executor(Completion& completion, Recorder& recorder, std::function<void()> after_run)
+    : completion_(completion), recorder_(recorder), after_run_(std::move(after_run)) {}
 
 Executor::~Executor() { stop(); }
 
@@ -56,16 +55,15 @@ bool Executor::claim(int64_t bytes_at_most, Assignment& out) {
   return true;
 }
 
-bool Executor::run_one_if(int64_t bytes_at_most) {
+bool Executor::run_one_if(int64_t bytes_at_most, bool on_own_thread) {
   Assignment assignment;
   if (!claim(bytes_at_most, assignment)) return false;
-  run(std::move(assignment));
+  run(std::move(assignment), on_own_thread);
   return true;
 }
 
-bool Executor::run_one() { return run_one_if(std::numeric_limits<int64_t>::max()); }
-
-void Executor::run(Assignment assignment) {
+void Executor::run(Assignment assignment, bool on_own_thread) {
+  recorder_.run_begins(assignment);
   std::shared_ptr<const Error> error = assignment.failure;
   try {
     if (error) {
@@ -79,9 +77,7 @@ void Executor::run(Assignment assignment) {
     error = std::make_shared<Error>(ErrorCode::kCollective,
                                     std::string(assignment.plane->backend->name()) + " data plane: " + e.what());
   }
-  buckets_run_.fetch_add(1, std::memory_order_relaxed);
-  bytes_run_.fetch_add(static_cast<uint64_t>(assignment.bytes), std::memory_order_relaxed);
-  units_run_.fetch_add(assignment.units.size(), std::memory_order_relaxed);
+  recorder_.run_ends(assignment, error.get(), on_own_thread);
 
   std::vector<FinishedUnit> done;
   std::shared_ptr<const Error> known;
@@ -139,7 +135,7 @@ void Executor::thread_main() {
     if (stopping_) return;
     handed_over_ = false;  // before looking: what is handed over from here on is not lost
     lock.unlock();
-    while (run_one()) {
+    while (run_one_if(kAnySize, true)) {
     }
     lock.lock();
   }
@@ -172,7 +168,10 @@ void Executor::fail_all(const std::shared_ptr<const Error>& error, int rank) {
     failed.swap(unresolved_);
     std::erase_if(queue_, [&](Assignment& assignment) {
       if (rank != kAnyRank && !assignment.plane->contains(rank)) return false;
-      for (FinishedUnit& unit : assignment.units) failed.push_back(std::move(unit));
+      for (FinishedUnit& unit : assignment.units) {
+        recorder_.dropped(unit.trace, *error);
+        failed.push_back(std::move(unit));
+      }
       return true;
     });
     runnable_.store(!running_ && !queue_.empty(), std::memory_order_release);

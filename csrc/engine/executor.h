@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <deque>
 #include <functional>
+#include <limits>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -18,6 +19,7 @@
 #include "common/error.h"
 #include "engine/completion.h"
 #include "engine/handle.h"
+#include "engine/recorder.h"
 
 namespace fusewire {
 
@@ -32,11 +34,14 @@ struct Plane {
 struct FinishedUnit {
   Handle handle;
   Result result;
+  int64_t elements = 0;  // in the bucket
+  UnitTrace trace{};
 };
 
 // One answered bucket. A group of mixed dtypes makes several parts, run one after the other.
 struct Assignment {
   uint64_t bucket = 0;
+  uint32_t process_set = 0;
   bool report_completion = false;
   std::shared_ptr<Plane> plane;
   std::vector<Bucket> parts;
@@ -56,12 +61,12 @@ struct Assignment {
 class Executor {
  public:
   // `after_run` is called on whatever thread ran a bucket, with its outcome already visible in completed() etc.
-  Executor(Completion& completion, std::function<void()> after_run);
+  Executor(Completion& completion, Recorder& recorder, std::function<void()> after_run);
   ~Executor();
 
   void push(Assignment assignment);
-  bool run_one();                          // false: nothing to run, or somebody is running
-  bool run_one_if(int64_t bytes_at_most);  // the same, for small ones only
+  bool run_one() { return run_one_if(kAnySize); }  // false: nothing to run, or somebody is running
+  bool run_one_if(int64_t bytes_at_most) { return run_one_if(bytes_at_most, false); }  // for small ones only
   void hand_over();                        // wakes the executor thread for what is queued
   bool has_runnable() const { return runnable_.load(std::memory_order_acquire); }
   bool busy() const;  // queued or running
@@ -81,16 +86,15 @@ class Executor {
   void wait_until_drained(std::chrono::nanoseconds at_most);
   void stop();  // joins the thread; idempotent
 
-  uint64_t buckets_run() const { return buckets_run_.load(std::memory_order_relaxed); }
-  uint64_t bytes_run() const { return bytes_run_.load(std::memory_order_relaxed); }
-  uint64_t units_run() const { return units_run_.load(std::memory_order_relaxed); }
-
  private:
+  static constexpr int64_t kAnySize = std::numeric_limits<int64_t>::max();
+  bool run_one_if(int64_t bytes_at_most, bool on_own_thread);
   bool claim(int64_t bytes_at_most, Assignment& out);
-  void run(Assignment assignment);
+  void run(Assignment assignment, bool on_own_thread);
   void thread_main();
 
   Completion& completion_;
+  Recorder& recorder_;
   const std::function<void()> after_run_;
   mutable std::mutex mutex_;
   std::condition_variable wake_;
@@ -105,9 +109,6 @@ class Executor {
   std::atomic<bool> runnable_{false};
   std::atomic<bool> has_completed_{false};
   std::atomic<bool> has_trouble_{false};
-  std::atomic<uint64_t> buckets_run_{0};
-  std::atomic<uint64_t> bytes_run_{0};
-  std::atomic<uint64_t> units_run_{0};
   std::thread thread_;
 };
 

@@ -10,6 +10,7 @@
 #include "common/types.h"
 #include "engine/engine.h"
 #include "engine/handle.h"
+#include "engine/observer.h"
 
 namespace fusewire {
 
@@ -18,6 +19,8 @@ struct InFlight : Operation {
   std::vector<SubmittedTensor> tensors;
   const Allocator* allocate = nullptr;  // null: there is none; lives as long as the handle's keep-alive
   Handle handle;                        // null: nobody waits for it, see unasked()
+  UnitTrace trace{};
+  std::chrono::steady_clock::time_point taken{};  // when the driver took it up
 };
 
 // Tokens are indices into a slab, so that a lookup is one array access. Only the driver touches it.
@@ -37,6 +40,7 @@ class InFlightTable {
     }
     Slot& added = slots_[slot];
     added.unit = std::move(unit);
+    added.unit.taken = now;
     added.used = true;
     ++added.generation;
     if (added.unit.kind != OpKind::kJoin) ages_.push_back({slot, added.generation, now});

@@ -22,15 +22,19 @@ std::chrono::nanoseconds to_duration(double seconds) {
 }  // namespace
 
 Progress::Progress(Endpoint& endpoint, const Config& config, const Logger& logger, Completion& completion,
-                   Executor& executor, PlaneTable& planes)
+                   Executor& executor, PlaneTable& planes, Recorder& recorder)
     : endpoint_(endpoint),
       config_(config),
       logger_(logger),
       completion_(completion),
       executor_(executor),
       planes_(planes),
+      recorder_(recorder),
       participant_(endpoint.rank(), endpoint.size()) {
-  if (endpoint.rank() == 0) coordinator_ = std::make_unique<Coordinator>(endpoint.size(), config);
+  if (endpoint.rank() != 0) return;
+  coordinator_ = std::make_unique<Coordinator>(endpoint.size(), config);
+  coordinator_->on_announced(
+      [this](int rank, uint32_t set, const std::string& name) { recorder_.announced(rank, set, name); });
 }
 
 void Progress::add(UnitSpec spec, std::vector<int64_t> extents, InFlight unit) {
@@ -69,12 +73,17 @@ bool Progress::step() {
 }
 
 bool Progress::try_step(Clock::time_point now) {
+  now_ = now;
   bool worked = take_submissions(now);
   worked |= take_completions();
   worked |= coordinator_ ? lead(now) : follow();
   worked |= take_departures(now);
   check_trouble(now);
-  if (!worked) check_time(now);
+  if (worked) {
+    recorder_.cycle(now);
+  } else {
+    check_time(now);
+  }
   return worked;
 }
 
@@ -209,6 +218,9 @@ void Progress::dispatch(Work& work) {
     units.push_back(unit.unasked ? unasked(*unit.unasked) : units_.take(unit.token));
     if (!unit.unasked) pending_.fetch_sub(1, std::memory_order_relaxed);
   }
+  for (const InFlight& unit : units) {
+    if (unit.handle) recorder_.answered(unit.trace, unit.taken, now_);
+  }
 
   const OpKind kind = units.front().kind;
   if (moves_data(kind) && (!work.skip || has_extents(kind))) {  // the results of the latter are made even if empty
@@ -220,6 +232,7 @@ void Progress::dispatch(Work& work) {
     if (kind == OpKind::kRemoveProcessSet) planes_.remove(units[i].process_set);
     if (!units[i].handle) continue;
     WorkUnit& unit = work.units[i];
+    recorder_.ended(units[i].trace, kind, nullptr, work.skip);
     if (work.skip) unit.skipped.assign(units[i].tensors.size(), true);
     completion_.complete(std::move(units[i].handle),
                          {nullptr, std::move(unit.skipped), unit.created_set, std::move(unit.extents)});
@@ -229,6 +242,7 @@ void Progress::dispatch(Work& work) {
 
 void Progress::fail_unit(InFlight unit, const SharedError& error) {
   pending_.fetch_sub(1, std::memory_order_relaxed);
+  recorder_.ended(unit.trace, unit.kind, error.get(), false);
   completion_.complete(std::move(unit.handle), {.error = error});
   completion_.notify();
 }

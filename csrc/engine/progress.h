@@ -19,6 +19,7 @@
 #include "engine/executor.h"
 #include "engine/in_flight.h"
 #include "engine/plane_table.h"
+#include "engine/recorder.h"
 #include "transport/endpoint.h"
 
 namespace fusewire {
@@ -28,7 +29,7 @@ namespace fusewire {
 class Progress {
  public:
   Progress(Endpoint& endpoint, const Config& config, const Logger& logger, Completion& completion, Executor& executor,
-           PlaneTable& planes);
+           PlaneTable& planes, Recorder& recorder);
 
   void add(UnitSpec spec, std::vector<int64_t> extents, InFlight unit);
   void departed(const Departure& departure);
@@ -38,6 +39,7 @@ class Progress {
   std::optional<std::chrono::nanoseconds> time_to_deadline();
   void close(const std::shared_ptr<const Error>& error);  // fails everything with `error`
 
+  CacheCounts cache_counts() const { return participant_.cache_counts(); }
   size_t pending() const { return pending_.load(std::memory_order_relaxed); }
   // Whether somebody still needs this rank: it has announced units that others count on, or has yet to end its part of
   // buckets that all have started.
@@ -75,11 +77,13 @@ class Progress {
   Completion& completion_;
   Executor& executor_;
   PlaneTable& planes_;
+  Recorder& recorder_;
 
   Participant participant_;
   std::unique_ptr<Coordinator> coordinator_;
   InFlightTable units_;
   std::vector<std::byte> frame_;
+  Clock::time_point now_{};  // of the step in progress
   std::optional<Departure> root_left_;
   std::optional<Clock::time_point> trouble_since_;
   std::atomic<bool> trouble_seen_{false};         // trouble_since_ is set

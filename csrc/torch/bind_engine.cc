@@ -71,9 +71,9 @@ PyEnginePtr connect(const std::string& address, int rank, int size, const std::s
 py::dict stats_of(PyEngine& engine) {
   const EngineStats stats = engine.get().stats();
   py::dict result;
-  result["units"] = stats.units;
-  result["buckets"] = stats.buckets;
-  result["bytes"] = stats.bytes;
+  result["units"] = stats.units();
+  result["buckets"] = stats.buckets();
+  result["bytes"] = stats.bytes();
   return result;
 }
 
