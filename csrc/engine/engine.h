@@ -87,9 +87,9 @@ class Engine {
 
   EngineStats stats() const;  // since the engine was made; any thread
 
-  // Records what happens from now on in a file that Chrome and Perfetto read (docs/timeline.md): see timeline_path() for
-  // which. Throws Error(kInvalidArgument) when one is being recorded or the file cannot be made. stop() returns when it
-  // is written; shutdown does that, too.
+  // Records what happens from now on in a file that Chrome and Perfetto read (docs/timeline.md): see timeline_path()
+  // for which. Throws Error(kInvalidArgument) when one is being recorded or the file cannot be made. stop() returns
+  // when it is written; shutdown does that, too.
   void start_timeline(const std::string& path, bool mark_cycles);
   void stop_timeline();
   size_t pending() const;  // units in flight here

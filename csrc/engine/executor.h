@@ -67,7 +67,7 @@ class Executor {
   void push(Assignment assignment);
   bool run_one() { return run_one_if(kAnySize); }  // false: nothing to run, or somebody is running
   bool run_one_if(int64_t bytes_at_most) { return run_one_if(bytes_at_most, false); }  // for small ones only
-  void hand_over();                        // wakes the executor thread for what is queued
+  void hand_over();  // wakes the executor thread for what is queued
   bool has_runnable() const { return runnable_.load(std::memory_order_acquire); }
   bool busy() const;  // queued or running
 

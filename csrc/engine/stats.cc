@@ -1,35 +1,12 @@
 #include "engine/stats.h"
 
 #include <bit>
-#include <cmath>
 
 namespace fusewire {
 
-uint64_t HistogramSnapshot::count() const {
-  uint64_t sum = 0;
-  for (const Bin& bin : bins) sum += bin.count;
-  return sum;
-}
-
-uint64_t HistogramSnapshot::quantile(double part) const {
-  const auto wanted = static_cast<uint64_t>(std::ceil(part * static_cast<double>(count())));
-  uint64_t sum = 0;
-  for (const Bin& bin : bins) {
-    sum += bin.count;
-    if (bin.count > 0 && sum >= wanted) return bin.most;
-  }
-  return 0;
-}
-
-HistogramSnapshot HistogramSnapshot::since(const HistogramSnapshot& before) const {
-  HistogramSnapshot result = *this;
-  for (size_t i = 0; i < before.bins.size(); ++i) result.bins[i].count -= before.bins[i].count;
-  return result;
-}
-
 namespace {
 
-uint64_t sum_of(const EngineStats& stats, uint64_t OperationStats::*field) {
+uint64_t sum_of(const EngineStats& stats, uint64_t OperationStats::* field) {
   uint64_t sum = 0;
   for (int kind = 0; kind < kOpKindCount; ++kind) {
     if (moves_data(static_cast<OpKind>(kind))) sum += stats.operations[static_cast<size_t>(kind)].*field;
@@ -42,27 +19,6 @@ uint64_t sum_of(const EngineStats& stats, uint64_t OperationStats::*field) {
 uint64_t EngineStats::units() const { return sum_of(*this, &OperationStats::units); }
 uint64_t EngineStats::buckets() const { return sum_of(*this, &OperationStats::buckets); }
 uint64_t EngineStats::bytes() const { return sum_of(*this, &OperationStats::bytes); }
-
-EngineStats EngineStats::since(const EngineStats& before) const {
-  EngineStats result = *this;
-  for (size_t kind = 0; kind < operations.size(); ++kind) {
-    result.operations[kind].units -= before.operations[kind].units;
-    result.operations[kind].buckets -= before.operations[kind].buckets;
-    result.operations[kind].bytes -= before.operations[kind].bytes;
-  }
-  result.failed -= before.failed;
-  result.skipped -= before.skipped;
-  result.inline_buckets -= before.inline_buckets;
-  result.executor_buckets -= before.executor_buckets;
-  result.plane_seconds -= before.plane_seconds;
-  result.cache.hits -= before.cache.hits;
-  result.cache.misses -= before.cache.misses;
-  result.cache.evictions -= before.cache.evictions;
-  result.negotiation = negotiation.since(before.negotiation);
-  result.bucket_units = bucket_units.since(before.bucket_units);
-  result.bucket_bytes = bucket_bytes.since(before.bucket_bytes);
-  return result;
-}
 
 // ---------------------------------------------------------------------------------------------------------------------
 
@@ -81,20 +37,22 @@ uint64_t LogHistogram::most(size_t index) const {
   const int bit = static_cast<int>(block) - 1;
   const uint64_t part = (index & ((size_t{1} << sub_bits_) - 1)) + 1;
   const uint64_t first = uint64_t{1} << bit;
-  return first - 1 + (bit >= sub_bits_ ? part << (bit - sub_bits_) : ((part << bit) + (1 << sub_bits_) - 1) >> sub_bits_);
+  return first - 1 +
+         (bit >= sub_bits_ ? part << (bit - sub_bits_) : ((part << bit) + (1 << sub_bits_) - 1) >> sub_bits_);
 }
 
 HistogramSnapshot LogHistogram::snapshot() const {
   HistogramSnapshot result;
-  result.bins.reserve(counts_.size());
-  for (size_t i = 0; i < counts_.size(); ++i) result.bins.push_back({most(i), counts_[i].get()});
+  for (size_t i = 0; i < counts_.size(); ++i) {
+    if (const uint64_t count = counts_[i].get()) result.bins.push_back({most(i), count});
+  }
   return result;
 }
 
 // ---------------------------------------------------------------------------------------------------------------------
 
 void StatsCounters::ended(OpKind kind, bool skipped) {
-  if (skipped) skipped(1);
+  if (skipped) skipped_.fetch_add(1, std::memory_order_relaxed);
   kinds_[static_cast<size_t>(kind)].other.add(1);
 }
 

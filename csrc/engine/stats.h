@@ -19,12 +19,8 @@ struct HistogramSnapshot {
     uint64_t most = 0;  // values up to this one, and larger than the bin's before
     uint64_t count = 0;
   };
-  uint64_t count() const;
-  // The value that the fraction `part` of all values does not exceed, as exactly as bins tell; 0 without values.
-  uint64_t quantile(double part) const;
-  HistogramSnapshot since(const HistogramSnapshot& before) const;
 
-  std::vector<Bin> bins;  // ascending
+  std::vector<Bin> bins;  // ascending; empty ones are left out
 };
 
 struct OperationStats {
@@ -35,13 +31,13 @@ struct OperationStats {
 
 struct EngineStats {
   std::array<OperationStats, kOpKindCount> operations{};
-  uint64_t failed = 0;   // units that raise
-  uint64_t skipped = 0;  // units for which no rank had anything
+  uint64_t failed = 0;            // units that raise
+  uint64_t skipped = 0;           // units for which no rank had anything
   uint64_t inline_buckets = 0;    // run by a thread that waited, or by the coordinator thread
   uint64_t executor_buckets = 0;  // run by the executor thread
   double plane_seconds = 0;       // inside the data planes, waits for other ranks included
   CacheCounts cache;
-  HistogramSnapshot negotiation;   // nanoseconds from submission to answer
+  HistogramSnapshot negotiation;  // nanoseconds from submission to answer
   HistogramSnapshot bucket_units;
   HistogramSnapshot bucket_bytes;
 
@@ -49,8 +45,6 @@ struct EngineStats {
   uint64_t units() const;
   uint64_t buckets() const;
   uint64_t bytes() const;
-
-  EngineStats since(const EngineStats& before) const;
 };
 
 // Relaxed, without a locked instruction: only one thread writes at a time, and hand-overs between writers order them.
@@ -84,7 +78,7 @@ class StatsCounters {
   void answered(uint64_t nanoseconds) { negotiation_.add(nanoseconds); }
   void ended(OpKind kind, bool skipped);
   void skipped(uint64_t units) { skipped_.fetch_add(units, std::memory_order_relaxed); }  // any thread
-  void failed(uint64_t units) { failed_.fetch_add(units, std::memory_order_relaxed); }  // any thread
+  void failed(uint64_t units) { failed_.fetch_add(units, std::memory_order_relaxed); }    // any thread
   void ran(OpKind kind, size_t units, int64_t bytes, uint64_t duration_ticks, bool by_executor);
 
   EngineStats snapshot() const;  // without the cache's

@@ -13,7 +13,7 @@
 namespace fusewire {
 namespace {
 
-constexpr size_t kCells = size_t{1} << 15;            // 2 MiB
+constexpr size_t kCells = size_t{1} << 15;             // 2 MiB
 constexpr std::chrono::milliseconds kWriteEvery{100};  // while there is something to write
 
 std::string process_name(int rank, int size) {
@@ -92,7 +92,8 @@ void Timeline::drain() {
   if (!writer_->flush()) on_.store(false, std::memory_order_relaxed);
 }
 
-// With nothing to write it sleeps until there is something; what follows within kWriteEvery is written together with it.
+// With nothing to write it sleeps until there is something; what follows within kWriteEvery is written together with
+// it.
 void Timeline::thread_main() {
   const auto sleep = [this](Sleep until, std::optional<std::chrono::nanoseconds> at_most) {
     const uint32_t bell = bell_.load();

@@ -66,7 +66,7 @@ class Timeline {
   // Made by the first start(), and kept until the end: a thread that has seen on() may come late.
   std::unique_ptr<TraceRing> ring_;
   enum class Sleep : uint8_t { kAwake, kUntilNext, kUntilFull };  // what the thread waits for
-  std::atomic<uint32_t> bell_{0};                                  // counts wake-ups of the thread
+  std::atomic<uint32_t> bell_{0};                                 // counts wake-ups of the thread
   std::atomic<Sleep> sleep_{Sleep::kAwake};
   std::atomic<bool> stopping_{false};
 

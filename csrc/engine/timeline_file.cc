@@ -117,7 +117,8 @@ bool TimelineFile::rewrite(int64_t blanks) {
   bool good = true;
   std::string block(size_t{256} << 10, ' ');
   for (int64_t done = 0; good && done < at_;) {
-    const ssize_t got = ::pread(file_, block.data(), std::min<size_t>(block.size(), static_cast<size_t>(at_ - done)), done);
+    const ssize_t got =
+        ::pread(file_, block.data(), std::min<size_t>(block.size(), static_cast<size_t>(at_ - done)), done);
     if (got < 0 && errno == EINTR) continue;
     good = got > 0 && write_all(fresh, {block.data(), static_cast<size_t>(got)}, done);
     done += got;

@@ -14,10 +14,10 @@ std::string json_escaped(std::string_view text, size_t most = SIZE_MAX);
 
 // Note [Valid at every moment]
 // The file is  {"displayTimeUnit":"ns","traceEvents":[ events, blanks ]}  with enough blanks for many more events: the
-// closing brackets are ahead of what is written, and new events replace blanks. What a SIGKILL can cut is a write(), but
-// only between two pages, never inside one; so no event crosses the border of a page, and whatever is cut away was
-// blank before. When the blanks are used up, the events move to a new file, which is given twice the room and then takes
-// the old one's name. The same, without blanks, is how a file ends.
+// closing brackets are ahead of what is written, and new events replace blanks. What a SIGKILL can cut is a write(),
+// but only between two pages, never inside one; so no event crosses the border of a page, and whatever is cut away was
+// blank before. When the blanks are used up, the events move to a new file, which is given twice the room and then
+// takes the old one's name. The same, without blanks, is how a file ends.
 class TimelineFile {
  public:
   // Makes the file (or replaces one) with this first event. Throws Error(kInvalidArgument) when that cannot be done.

@@ -15,8 +15,8 @@ namespace {
 constexpr int kCyclesThread = 1;
 constexpr int kFirstBucketThread = 100;
 constexpr int kFirstTensorThread = 1000;
-constexpr size_t kNameBytes = 300;        // of a tensor's name, escaped
-constexpr size_t kContentBytes = 2600;    // of a bucket's list of names, escaped
+constexpr size_t kNameBytes = 300;      // of a tensor's name, escaped
+constexpr size_t kContentBytes = 2600;  // of a bucket's list of names, escaped
 constexpr int64_t kRoomForLastWords = 4096;
 constexpr std::array<std::string_view, kChunkStepCount> kSteps = {"pack", "wait", "reduce", "unpack"};
 
@@ -193,9 +193,9 @@ void TimelineWriter::open_bucket() {
   const TraceRecord& record = bucket_.record;
   bucket_.open = true;
   const std::string number = formatted("\"bucket\":%lld", static_cast<long long>(record.a));
-  std::string arguments = number + "," + operation_text(record) +
-                          formatted(",\"bytes\":%lld,\"units\":%u,\"tensors\":[", static_cast<long long>(record.b),
-                                    record.count);
+  std::string arguments =
+      number + "," + operation_text(record) +
+      formatted(",\"bytes\":%lld,\"units\":%u,\"tensors\":[", static_cast<long long>(record.b), record.count);
   size_t shown = 0;
   const size_t most = arguments.size() + kContentBytes;
   for (const Member& member : bucket_.members) {
@@ -313,8 +313,9 @@ void TimelineWriter::put(std::string_view event) {
   stopped_ = true;
   std::string last = formatted("{\"ph\":\"i\",\"s\":\"g\",\"pid\":%d,\"tid\":%d,\"ts\":", rank_, kCyclesThread);
   append_microseconds(last, last_);
-  file_.append(last + ",\"name\":\"recording stopped: the file has reached its largest size "
-                      "(FUSEWIRE_TIMELINE_LIMIT)\"}");
+  file_.append(last +
+               ",\"name\":\"recording stopped: the file has reached its largest size "
+               "(FUSEWIRE_TIMELINE_LIMIT)\"}");
 }
 
 }  // namespace fusewire

@@ -16,11 +16,11 @@
 namespace fusewire {
 
 // Note [Lanes]
-// A rank is a process of the trace, with these threads: "cycles"; "buckets" per process set, where a bucket's span holds
-// the data plane's steps chunk by chunk; and a lane per tensor name, where negotiate, queue and the collective follow
-// each other and the collective holds the steps of those chunks that have a part of the tensor. Spans that are open
-// while the job hangs or dies are begun in the file, because each is written as a begin and an end. Units without a name
-// of their own, and those beyond kMostLanes names, share lanes, one unit at a time.
+// A rank is a process of the trace, with these threads: "cycles"; "buckets" per process set, where a bucket's span
+// holds the data plane's steps chunk by chunk; and a lane per tensor name, where negotiate, queue and the collective
+// follow each other and the collective holds the steps of those chunks that have a part of the tensor. Spans that are
+// open while the job hangs or dies are begun in the file, because each is written as a begin and an end. Units without
+// a name of their own, and those beyond kMostLanes names, share lanes, one unit at a time.
 class TimelineWriter {
  public:
   // `process`: what the rank is called in the trace.

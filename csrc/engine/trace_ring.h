@@ -26,17 +26,17 @@ enum class TraceKind : uint8_t {
 
 struct TraceRecord {
   TraceKind kind = TraceKind::kCycle;
-  uint8_t step = 0;    // ChunkStep
-  uint8_t what = 0;    // OpKind
-  uint8_t op = 0;      // ReduceOp
-  uint8_t dtype = 0;   // DataType
-  uint8_t wire = 0;    // DataType
-  uint16_t text = 0;   // bytes of it that follow
-  uint32_t set = 0;    // process set
+  uint8_t step = 0;   // ChunkStep
+  uint8_t what = 0;   // OpKind
+  uint8_t op = 0;     // ReduceOp
+  uint8_t dtype = 0;  // DataType
+  uint8_t wire = 0;   // DataType
+  uint16_t text = 0;  // bytes of it that follow
+  uint32_t set = 0;   // process set
   uint32_t count = 0;
-  int64_t begin = 0;   // nanoseconds of the steady clock
+  int64_t begin = 0;  // nanoseconds of the steady clock
   int64_t end = 0;
-  uint64_t unit = 0;   // the unit's number in the trace, 0: none
+  uint64_t unit = 0;  // the unit's number in the trace, 0: none
   int64_t a = 0;
   int64_t b = 0;
 };

@@ -74,6 +74,29 @@ py::dict stats_of(PyEngine& engine) {
   result["units"] = stats.units();
   result["buckets"] = stats.buckets();
   result["bytes"] = stats.bytes();
+  result["failed"] = stats.failed;
+  result["skipped"] = stats.skipped;
+  result["inline_buckets"] = stats.inline_buckets;
+  result["executor_buckets"] = stats.executor_buckets;
+  result["plane_seconds"] = stats.plane_seconds;
+  result["cache_hits"] = stats.cache.hits;
+  result["cache_misses"] = stats.cache.misses;
+  result["cache_evictions"] = stats.cache.evictions;
+  py::dict operations;
+  for (int kind = 0; kind < kOpKindCount; ++kind) {
+    const OperationStats& operation = stats.operations[static_cast<size_t>(kind)];
+    operations[py::str(std::string(to_string(static_cast<OpKind>(kind))))] =
+        py::make_tuple(operation.units, operation.buckets, operation.bytes);
+  }
+  result["operations"] = operations;
+  const auto bins_of = [](const HistogramSnapshot& histogram) {
+    py::list bins;
+    for (const HistogramSnapshot::Bin& bin : histogram.bins) bins.append(py::make_tuple(bin.most, bin.count));
+    return bins;
+  };
+  result["negotiation_ns"] = bins_of(stats.negotiation);
+  result["bucket_units"] = bins_of(stats.bucket_units);
+  result["bucket_bytes"] = bins_of(stats.bucket_bytes);
   return result;
 }
 
@@ -140,7 +163,15 @@ void register_engine(py::module_& module) {
       .def(
           "members", [](PyEngine& engine, uint32_t set) { return engine.get().members(set); }, py::arg("process_set"),
           "Global ranks of a process set, sorted. Raises ValueError when there is no such set.")
-      .def("stats", stats_of, "Units completed, buckets run here, and the bytes of those buckets.")
+      .def("stats", stats_of, "What the engine has counted since it was made: see fusewire.stats().")
+      .def(
+          "start_timeline",
+          [](PyEngine& engine, const std::string& path, bool mark_cycles) {
+            engine.get().start_timeline(path, mark_cycles);
+          },
+          py::arg("path"), py::arg("mark_cycles") = false, NoGil(), "See fusewire.start_timeline().")
+      .def(
+          "stop_timeline", [](PyEngine& engine) { engine.get().stop_timeline(); }, NoGil())
       .def_property_readonly("pending", [](PyEngine& engine) { return engine.get().pending(); })
       .def("abandon_after_fork", [](PyEngine& engine) { engine.get().abandon_after_fork(); });
 

@@ -15,6 +15,8 @@ _build.check()  # imports torch, whose libraries the extension needs; says what 
 
 from ._run import run
 from ._state import cross_rank, cross_size, init, is_initialized, local_rank, local_size, rank, shutdown, size
+from ._stats import Histogram, OperationCounts, Stats, stats
+from ._timeline import start_timeline, stop_timeline
 from ._version import __version__
 from .averaging import (
     HierarchicalModelAverager,
@@ -102,12 +104,14 @@ __all__ = [
     "FusewireError",
     "Handle",
     "HierarchicalModelAverager",
+    "Histogram",
     "HorovodInternalError",
     "LocalSGD",
     "Max",
     "Min",
     "ModelAverager",
     "NotInitializedError",
+    "OperationCounts",
     "PeerLostError",
     "PeriodicModelAverager",
     "PostLocalSGDOptimizer",
@@ -116,6 +120,7 @@ __all__ = [
     "ReduceOp",
     "ShutdownError",
     "StalledError",
+    "Stats",
     "Sum",
     "TensorMismatchError",
     "__version__",
@@ -173,5 +178,8 @@ __all__ = [
     "shutdown",
     "size",
     "sparse_allreduce_async",
+    "start_timeline",
+    "stats",
+    "stop_timeline",
     "synchronize",
 ]

@@ -41,7 +41,8 @@ def init(
             so Horovod's "dynamic" is accepted and means none.
         knobs: the fields that FUSEWIRE_* variables set too, in lower case: `fusion_threshold` (bytes),
             `cache_capacity` (tensors), `stall_check_time`, `stall_abort_time`, `start_timeout` (seconds), `spin_us`,
-            `inline_limit`, `shm_chunk` (bytes), `backend`, `log_level`.
+            `inline_limit`, `shm_chunk` (bytes), `backend`, `log_level`, `timeline` (path), `timeline_mark_cycles`,
+            `timeline_limit` (bytes).
 
     Raises ValueError for a bad variable, knob or `comm`, TypeError for an MPI communicator, PeerLostError naming the
     ranks that did not come.
@@ -126,6 +127,13 @@ def cross_rank() -> int:
 def cross_size() -> int:
     """How many hosts the job has."""
     return _here().cross_size
+
+
+def engine() -> _core.Engine:
+    """The process's engine. NotInitializedError when it does not run."""
+    _here()
+    assert _engine is not None
+    return _engine
 
 
 def _here() -> Rendezvous:

@@ -1,4 +1,4 @@
-"""The command `fusewire`, also `python -m fusewire`: run, info, bench."""
+"""The command `fusewire`, also `python -m fusewire`: run, info, timeline, bench."""
 
 from __future__ import annotations
 
@@ -31,6 +31,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     info = commands.add_parser("info", help="what is built, what was found, and why a thing is off")
     info.set_defaults(function=_info)
+
+    timeline = commands.add_parser("timeline", help="join the timelines of several ranks")
+    actions = timeline.add_subparsers(dest="action", required=True, metavar="ACTION")
+    merge = actions.add_parser("merge", help="one file with each rank as a process of its own")
+    merge.add_argument("output", metavar="OUT", help="the file to write")
+    merge.add_argument("inputs", nargs="+", metavar="TIMELINE", help="a file, a directory (its *.json) or a pattern")
+    merge.set_defaults(function=_merge_timelines)
 
     # The benchmark has its own parser, which knows its --help too.
     bench = commands.add_parser("bench", help="measure Fusewire beside its peers", add_help=False)
@@ -69,6 +76,18 @@ def _run(options: argparse.Namespace) -> int:
     command += ["--module"] if options.module else []
     command += [options.script, *options.arguments]
     os.execv(sys.executable, command)  # signals and the exit status are torchrun's own
+
+
+def _merge_timelines(options: argparse.Namespace) -> int:
+    from ._timeline import merge
+
+    try:
+        count = merge(options.output, options.inputs)
+    except (OSError, ValueError) as error:
+        print(f"fusewire timeline merge: {error}", file=sys.stderr)
+        return 1
+    print(f"{options.output}: {count} timeline{'' if count == 1 else 's'}; open it at https://ui.perfetto.dev")
+    return 0
 
 
 def _info(options: argparse.Namespace) -> int:

@@ -39,7 +39,8 @@ class Json {
       throw std::runtime_error("JSON: " + what + " before '" + std::string(rest.substr(0, 60)) + "'");
     }
     void blanks() {
-      while (!rest.empty() && std::string_view(" \t\n\r").find(rest[0]) != std::string_view::npos) rest.remove_prefix(1);
+      while (!rest.empty() && std::string_view(" \t\n\r").find(rest[0]) != std::string_view::npos)
+        rest.remove_prefix(1);
     }
     bool take(char c) {
       blanks();

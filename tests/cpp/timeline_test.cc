@@ -276,7 +276,11 @@ TEST(Timeline, StopsAtItsLargestSizeAndSaysSo) {
   config.timeline = folder / "t.json";
   config.timeline_limit = 40'000;
   testing::with_engines(
-      1, [&](Engine& engine) { for (int i = 0; i < 500; ++i) reduce(engine, "tensor " + std::to_string(i)); }, config);
+      1,
+      [&](Engine& engine) {
+        for (int i = 0; i < 500; ++i) reduce(engine, "tensor " + std::to_string(i));
+      },
+      config);
   EXPECT_LT(read(folder / "t.json").size(), 40'000u);
   EXPECT_NE(events_of(folder / "t.json").back()["name"].text().find("recording stopped"), std::string::npos);
 }
