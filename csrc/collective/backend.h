@@ -36,7 +36,7 @@ struct Bucket : Operation {  // `root` is the rank inside the process set
   DataType dtype = DataType::kFloat32;
   DataType wire = DataType::kFloat32;  // narrower than dtype under fp16 / bf16 compression
   std::vector<Segment> segments;
-  int64_t elements = 0;  // sum of the segments' numel (of their inputs)
+  int64_t elements = 0;         // sum of the segments' numel (of their inputs)
   ChunkTrace* trace = nullptr;  // is told what run() does, if not null
 };
 
