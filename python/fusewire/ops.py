@@ -273,9 +273,10 @@ def join(device: int = -1, *, engine: _core.Engine | None = None) -> int:
 
     Meanwhile the others go on, and this rank takes part in their operations as if it had nothing to add: zeros to a
     Sum, an Average or Adasum (the identity to Min, Max and Product), no rows to an allgather; it sends nothing in an
-    alltoall and drops what it is sent. A reducescatter gives its share to nobody. Average always divides by the size of
-    the process set, joined ranks included. Barriers and everything else that is about being there, and broadcasts
-    from a rank that has joined, raise an error on all ranks. After it everybody is back.
+    alltoall and drops what it is sent. A reducescatter gives its share to nobody, and a barrier does not wait for it.
+    Average always divides by the size of the process set, joined ranks included. A broadcast from a rank that has
+    joined is a ValueError on the others. What this rank has submitted before counts; until the call returns, its other
+    threads can submit nothing. Afterwards everybody is back.
 
     Args:
         device: accepted for Horovod's sake and not needed.

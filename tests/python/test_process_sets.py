@@ -1,9 +1,11 @@
 """Process sets: adding, removing, overlapping, torch's ProcessGroups in their place, and what init() accepts."""
 
 import random
+from datetime import timedelta
 
 import pytest
 import torch
+import torch.distributed as dist
 from rank_helpers import error_of, everyone, ranks
 
 import fusewire as fw
@@ -177,3 +179,98 @@ def test_init_refuses_the_rest():
     with pytest.raises(ValueError, match=r"comm=\[0, 1\]"):
         fw.init(comm=[0, 1])
     assert not fw.is_initialized()
+
+
+# torch.distributed's groups
+
+
+def torch_groups():
+    """A default group of torch.distributed beside Fusewire, made once per pool of ranks."""
+    if not dist.is_initialized():
+        port = int(fw.broadcast_object(free_port()))
+        store = dist.TCPStore("127.0.0.1", port, fw.size(), fw.rank() == 0, timeout=timedelta(seconds=20))
+        dist.init_process_group("gloo", store=store, rank=fw.rank(), world_size=fw.size())
+
+
+def free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@ranks(3, timeout=60)
+def test_a_torch_group_wherever_a_set_is_taken():
+    torch_groups()
+    group = dist.new_group([0, 2])
+    if fw.rank() == 1:
+        with pytest.raises(ValueError, match="not a member"):
+            fw.allreduce(torch.ones(1), process_set=group)
+    else:
+        value = torch.full((4,), float(fw.rank() + 1))
+        assert fw.allreduce(value, op=fw.Sum, process_set=group).tolist() == [4.0] * 4
+        assert fw.allreduce_(value.clone(), process_set=group).tolist() == [2.0] * 4
+        assert fw.grouped_allreduce([value], op=fw.Max, process_set=group)[0].tolist() == [3.0] * 4
+        assert fw.broadcast(value, 2, process_set=group).tolist() == [3.0] * 4
+        assert fw.allgather(value, process_set=group).shape == (8,)
+        assert fw.alltoall(value, process_set=group).tolist() == [1.0, 1.0, 3.0, 3.0]
+        assert fw.reducescatter(value, op=fw.Sum, process_set=group).tolist() == [4.0, 4.0]
+        assert fw.allgather_object(fw.rank(), process_set=group) == [0, 2]
+        assert fw.broadcast_object(fw.rank(), 2, process_set=group) == 2
+        fw.barrier(process_set=group)
+        model = torch.nn.Linear(2, 1)
+        torch.nn.init.constant_(model.weight, fw.rank())
+        fw.broadcast_parameters(model.state_dict(), root_rank=2, process_set=group)
+        assert model.weight.tolist() == [[2.0, 2.0]]
+        optimizer = fw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=1.0), process_set=group)
+        fw.broadcast_optimizer_state(optimizer, root_rank=2, process_set=group)
+        model(torch.full((1, 2), float(fw.rank()))).sum().backward()
+        assert model.weight.grad.tolist() == [[1.0, 1.0]]
+    fw.barrier()
+
+
+@ranks(3, timeout=60)
+def test_torch_groups_share_sets_and_numbers():
+    """Numbers stay the same on every rank, also those of sets that only their members know."""
+    torch_groups()
+    before = fw.add_process_set([0, 1])
+    first, second, other = dist.new_group([0, 1]), dist.new_group([0, 1]), dist.new_group([1, 2])
+    if before.included():
+        assert fw.allreduce(torch.ones(1), op=fw.Sum, process_set=first).item() == 2
+        assert fw.process_sets.resolve(first).process_set_id == before.process_set_id
+        assert fw.process_sets.resolve(second).process_set_id == before.process_set_id
+    if fw.rank() > 0:
+        assert fw.allreduce(torch.ones(1), op=fw.Sum, process_set=other).item() == 2
+    after = fw.add_process_set([0, 2])
+    assert len(set(everyone(after.process_set_id))) == 1
+    if after.included():
+        assert fw.allreduce(torch.ones(1), op=fw.Sum, process_set=after).item() == 2
+    fw.remove_process_set(before)
+    if fw.rank() < 2:  # the members' groups make a new set
+        assert fw.allreduce(torch.ones(1), op=fw.Sum, process_set=first).item() == 2
+        assert fw.allreduce(torch.ones(1), op=fw.Sum, process_set=second).item() == 2
+    fw.remove_process_set(after)
+
+
+@ranks(2)
+def test_the_default_group_is_the_global_set():
+    torch_groups()
+    assert fw.process_sets.resolve(dist.group.WORLD) is fw.global_process_set
+    assert fw.process_sets.resolve(dist.new_group([0, 1])) is fw.global_process_set
+    assert fw.allreduce(torch.ones(1), op=fw.Sum, process_set=dist.group.WORLD).item() == 2
+    with pytest.raises(TypeError, match="ProcessSet or a torch"):
+        fw.allreduce(torch.ones(1), process_set=[0, 1])
+
+
+@ranks(2, fresh=True)
+def test_a_group_is_forgotten_with_its_engine():
+    torch_groups()
+    alone = [dist.new_group([0]), dist.new_group([1])][fw.rank()]
+    assert fw.allreduce(torch.ones(1), op=fw.Sum, process_set=alone).item() == 1
+    fw.barrier()
+    fw.shutdown()
+    fw.init()
+    fw.add_process_set([0, 1])  # takes the number that the group's set had
+    assert fw.allreduce(torch.ones(1), op=fw.Sum, process_set=alone).item() == 1
+    fw.barrier()
