@@ -41,6 +41,7 @@ PyObject* join(PyObject*, PyObject* const* args, Py_ssize_t count) {
     Submission submission;
     submission.kind = OpKind::kJoin;
     const Handle handle = submit_and_wait(*engine, std::move(submission));
+    engine->recount_unnamed();
     return PyLong_FromLongLong(handle->extents().at(0));
   });
 }

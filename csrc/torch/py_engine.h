@@ -26,6 +26,10 @@ class PyEngine {
   // order choose the same names. Needs the GIL, which orders the callers.
   std::string unnamed(std::string_view kind, uint32_t process_set);
 
+  // After join(): ranks that had joined have missed some calls, and nothing is in flight anywhere, so that all ranks
+  // count from the beginning again. Needs the GIL.
+  void recount_unnamed() { counters_.clear(); }
+
   // "opt3": the fourth optimizer wrapped in that process set (only its members count them). Needs the GIL.
   std::string next_optimizer(uint32_t process_set) { return "opt" + std::to_string(optimizers_[process_set]++); }
 

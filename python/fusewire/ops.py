@@ -276,7 +276,7 @@ def join(device: int = -1, *, engine: _core.Engine | None = None) -> int:
     alltoall and drops what it is sent. A reducescatter gives its share to nobody, and a barrier does not wait for it.
     Average always divides by the size of the process set, joined ranks included. A broadcast from a rank that has
     joined is a ValueError on the others. What this rank has submitted before counts; until the call returns, its other
-    threads can submit nothing. Afterwards everybody is back.
+    threads can submit nothing. Afterwards everybody is back, and unnamed calls are counted from the beginning.
 
     Args:
         device: accepted for Horovod's sake and not needed.

@@ -137,6 +137,19 @@ def test_barriers_and_new_sets_do_not_wait_for_the_joined():
 
 
 @ranks(2, 3)
+def test_unnamed_calls_are_counted_anew():
+    """A joined rank has missed some of the others' calls."""
+    for _ in range(fw.rank()):
+        fw.allreduce(torch.ones(1))
+        fw.grouped_allreduce([torch.ones(1)])
+    fw.join()
+    for _ in range(3):
+        assert fw.allreduce(torch.ones(1), op=fw.Sum).item() == fw.size()
+        assert fw.grouped_allreduce([torch.ones(1)], op=fw.Sum)[0].item() == fw.size()
+        assert fw.allgather(torch.ones(1)).numel() == fw.size()
+
+
+@ranks(2, 3)
 def test_pending_operations_when_a_rank_joins():
     """What a rank has submitted counts, also if the others come to it later."""
     if fw.rank() == 1:
