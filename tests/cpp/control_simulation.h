@@ -104,7 +104,10 @@ class Simulation {
     ErrorCode code;
     int rank;
     std::string message;
-    bool operator==(const Failed&) const = default;
+    size_t after = 0;  // how many buckets the rank had run
+    bool operator==(const Failed& other) const {
+      return name == other.name && code == other.code && rank == other.rank && message == other.message;
+    }
   };
   struct Rank {
     std::unique_ptr<Participant> participant;
@@ -210,7 +213,7 @@ class Simulation {
       if (work.report_completion) at.running.push_back(work.bucket);
     }
     for (const Failure& failure : outcome.failures) {
-      at.failed.push_back({take_name(at, failure.token), failure.code, failure.rank, failure.message});
+      at.failed.push_back({take_name(at, failure.token), failure.code, failure.rank, failure.message, at.ran.size()});
     }
     if (outcome.fatal) at.fatal = outcome.fatal;
   }
