@@ -1,5 +1,6 @@
 """LocalSGD: gradients over all ranks in the warm-up, then inside of groups, and the model between them."""
 
+import contextlib
 import io
 
 import pytest
@@ -246,3 +247,19 @@ def test_bad_arguments():
         LocalSGD(local(), 2, 3, nonsense=1)
     with pytest.raises(TypeError, match="process_group"):
         LocalSGD(local(), 2, inner="host")
+
+
+@ranks(2)
+def test_a_new_one_over_the_same_optimizer_after_a_new_init():
+    w = torch.nn.Parameter(torch.full((1,), float(fw.rank())))
+    local = torch.optim.SGD([w], lr=1.0)
+    for warmup in (1, 0):
+        optimizer = LocalSGD(local, 2, warmup)
+        with pytest.raises(ValueError, match="wraps the optimizer itself") if warmup else contextlib.nullcontext():
+            LocalSGD(local, 2)
+        fw.shutdown()
+        fw.init()
+    optimizer = LocalSGD(local, 2)
+    w.grad = torch.ones(1)
+    optimizer.step()
+    assert w.item() == -0.5

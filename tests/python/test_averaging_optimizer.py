@@ -89,12 +89,20 @@ def test_training(form, fused):
 
 
 @ranks(4)
-def test_training_with_a_hierarchy_inside_of_a_host():
+@pytest.mark.parametrize("form", ["wrapper", "attached", "attached first"])
+def test_gradients_inside_of_a_host_models_between_hosts(form):
     """Gradients averaged by DistributedOptimizer over a set, models by the averager over all."""
     host = registered([0, 1], [2, 3])[fw.rank() // 2]
     model = make_model()
-    local = fw.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1), process_set=host)
-    optimizer = PostLocalSGDOptimizer(local, PeriodicModelAverager(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    averager = PeriodicModelAverager(4, 1)
+    if form == "attached first":
+        averager.attach(optimizer)
+    optimizer = fw.DistributedOptimizer(optimizer, process_set=host)
+    if form == "wrapper":
+        optimizer = PostLocalSGDOptimizer(optimizer, averager)
+    elif form == "attached":
+        averager.attach(optimizer)
     models = [make_model() for _ in range(2)]
     for turn in range(8):
         train(model, optimizer, [turn])
@@ -107,7 +115,6 @@ def test_training_with_a_hierarchy_inside_of_a_host():
         if turn in (1, 5):
             mean_by_hand(models)
     same(model, models[fw.rank() // 2])
-    return
 
 
 @ranks(2)
@@ -174,6 +181,13 @@ def test_hooks_run_around_the_part_they_were_registered_for():
     optimizer.register_step_pre_hook(lambda *_: seen.append(("before", w.item())))
     optimizer.register_step_post_hook(lambda *_: seen.append(("after", w.item())))
     optimizer.step()
+    states = []
+    optimizer.register_state_dict_pre_hook(lambda o: states.append(o))
+    optimizer.register_state_dict_post_hook(lambda o, state: states.append(o))
+    optimizer.register_load_state_dict_pre_hook(lambda o, state: states.append(o))
+    optimizer.register_load_state_dict_post_hook(lambda o: states.append(o))
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert states == [local] * 4
     assert seen == [("before", fw.rank()), ("local", fw.rank()), ("after", 0.5)]
 
 

@@ -94,7 +94,7 @@ def test_in_place(weights):
         after = (parameter.data_ptr(), parameter.stride(), parameter.dtype, parameter.untyped_storage().nbytes())
         assert after == before[name], name
         wide = torch.complex128 if parameter.is_complex() else torch.float64
-        exact = torch.stack(expected[name]).to(wide).mean(0)
+        exact = expected[name].to(wide).mean(0)
         eps = torch.finfo(parameter.dtype).eps
         assert ((parameter.detach().to(wide) - exact).abs() <= eps * exact.abs()).all(), name  # rounded once
         assert torch.equal(aliases[name], parameter.detach())
@@ -129,7 +129,10 @@ def test_all_forms_of_params():
     def named(p):
         return torch.optim.SGD([(f"p{i}", t) for i, t in enumerate(p)], lr=1.0).param_groups
 
-    for form in (list, tuple, iter, groups, named, lambda p: (t for t in p), lambda p: enumerate_names(p)):
+    def raw(p):
+        return [{"params": p[0]}, {"params": p[1:3]}, {"params": iter([("last", p[3])])}]
+
+    for form in (list, tuple, iter, groups, named, raw, lambda p: (t for t in p), lambda p: enumerate_names(p)):
         parameters = fresh()
         utils.average_parameters_or_parameter_groups(form(parameters), fw.global_process_set)
         for number, parameter in enumerate(parameters):
@@ -220,6 +223,7 @@ def test_sizes_that_disagree_name_the_parameter(weights):
     ):
         assert words in text
         assert f"rank {fw.size() - 1} has" in text
+    assert " 2, " in texts[5]  # as the user counts
     assert "[4, 2]" in texts[0]
     assert "[5, 2]" in texts[0]
     utils.average_parameters([a])
@@ -391,6 +395,21 @@ def test_ranks_outside_the_set_do_nothing():
     utils.average_parameters([w], pair)
     assert averager.step == 1
     assert torch.equal(w.detach(), torch.full((2,), 1.0))
+
+
+@ranks(3)
+@pytest.mark.parametrize("weights", [None, 2.0])
+def test_a_rank_that_has_joined_is_not_counted(weights):
+    """It brings nothing, and the mean is that of the others: divided by three the model would shrink."""
+    if fw.rank() == 1:
+        fw.join()
+        return
+    w = torch.nn.Parameter(torch.tensor([1.0, -3.0]) * (fw.rank() + 1))
+    half = torch.nn.Parameter(torch.full((2,), float(fw.rank())).bfloat16())
+    PeriodicModelAverager(2, weights=weights).average_parameters([w, half])
+    assert w.tolist() == [2.0, -6.0]
+    assert half.tolist() == [1.0, 1.0]
+    fw.join()
 
 
 @ranks(2)

@@ -76,7 +76,7 @@ def _unscale(optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
 
 def refuse_skipping_scaler() -> None:
     """RuntimeError when the caller was called by a GradScaler that skips the call where it finds an infinity."""
-    skips = getattr(torch.amp.GradScaler._maybe_opt_step, "__code__", None)
+    skips = getattr(getattr(torch.amp.GradScaler, "_maybe_opt_step", None), "__code__", None)
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is skips:

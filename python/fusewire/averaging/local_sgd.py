@@ -57,10 +57,13 @@ class LocalSGD(PostLocalSGDOptimizer):
             raise ValueError(
                 "process_set= is decided by the phase: give process_group= for the warm-up, inner= for later"
             )
-        if getattr(optimizer, "_fusewire", None) is not None:
+        wrapped = getattr(optimizer, "_fusewire", None)
+        if wrapped is not None and not wrapped.is_dead():
             raise ValueError(
                 "LocalSGD wraps the optimizer itself: pass the local one; DistributedOptimizer's options are keywords"
             )
+        if wrapped is not None:
+            unwrap(optimizer)
         averager = PeriodicModelAverager(
             period, warmup_steps, process_group, buffers=buffers, weights=weights, engine=engine
         )

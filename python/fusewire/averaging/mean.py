@@ -59,7 +59,7 @@ def average(
     options = {"process_set": peers.process_set, "engine": engine}
     try:
         if weights is None:
-            ops.grouped_allreduce_([tensor for _, tensor in named], name=NAME, **options)
+            _plain([tensor for _, tensor in named], peers, options)
         else:
             _weighted([tensor for _, tensor in named], weights, peers, options)
     except TensorMismatchError as error:
@@ -78,10 +78,11 @@ def labelled(params: Parameters) -> Labelled:
         if isinstance(item, torch.Tensor):
             found.append((f"parameter {number}", item))
         elif isinstance(item, dict) and "params" in item:
+            inside = item["params"]
             names = item.get("param_names")
-            for index, tensor in enumerate(item["params"]):
-                label = repr(names[index]) if names else f"{index} of group {number}"
-                found.append((f"parameter {label}", tensor))
+            for index, (label, tensor) in enumerate(labelled([inside] if isinstance(inside, torch.Tensor) else inside)):
+                own = repr(names[index]) if names else f"{index} of group {number}"
+                found.append((label if label.endswith("'") else f"parameter {own}", tensor))
         elif isinstance(item, tuple) and len(item) == 2 and isinstance(item[1], torch.Tensor):
             found.append((f"parameter {str(item[0])!r}", item[1]))
         else:
@@ -116,13 +117,27 @@ def _distinct(named: Labelled) -> Labelled:
 
 
 def _naming(error: TensorMismatchError, labels: list[str]) -> TensorMismatchError:
-    """The error with the name of the parameter that it speaks of by number."""
+    """The error with the name of the parameter that it speaks of by number, and without our own tensor in counts."""
     text = str(error)
     found = re.search(r" \(tensor (\d+) of \d+\)", text)
     if found is not None:
         return TensorMismatchError(f"{labels[int(found[1])]}: {text[: found.start()]}{text[found.end() :]}")
-    alone = len(labels) == 1 and re.search(": (shape|dtype|device) differs", text)
-    return TensorMismatchError(f"{labels[0]}: {text}" if alone else text)
+    if "number of tensors differs" in text:
+        text = re.sub(r"\b(has|have) (\d+)", lambda match: f"{match[1]} {int(match[2]) - 1}", text)
+    return TensorMismatchError(text)
+
+
+def _plain(tensors: list[torch.Tensor], peers: Peers, options: dict[str, Any]) -> None:
+    """The mean over all peers that are there. A rank that has joined (`fusewire.join`) brings zeros, and a sum that is
+    divided by the number of all of them would be too small: the mean of a 1 from everybody tells."""
+    there = torch.ones(())
+    ops.grouped_allreduce_([*tensors, there], name=NAME, **options)
+    count = round(float(there) * len(peers.ranks))
+    if count < len(peers.ranks):
+        with torch.no_grad():
+            for tensor in tensors:
+                if tensor.is_floating_point() or tensor.is_complex():
+                    tensor.mul_(len(peers.ranks) / count)
 
 
 # Note [Weighted means]

@@ -22,9 +22,9 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         averager: a ModelAverager, of Fusewire's or of torch's classes.
 
     `state`, `param_groups`, `defaults` and what is not here are those of `optim`. Hooks registered here run around the
-    whole step, averaging included; those of `optim` around the local update. A torch.amp.GradScaler that finds an
-    infinity on this rank leaves out the local update only: averaging takes place on all ranks. A pickled or
-    deep-copied one is a copy of its local optimizer.
+    whole step, averaging included; those of `optim` around the local update; hooks of states go to `optim`. A
+    torch.amp.GradScaler that finds an infinity on this rank leaves out the local update only: averaging takes place on
+    all ranks. A pickled or deep-copied one is a copy of its local optimizer.
 
     Raises TypeError when `optim` is no optimizer.
     """
@@ -82,6 +82,18 @@ class PostLocalSGDOptimizer(torch.optim.Optimizer):
         the averager starts at step 0."""
         self.optim.load_state_dict(state_dict)
         self.averager.step = step_in(state_dict)
+
+    def register_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optim.register_state_dict_pre_hook(hook, prepend)
+
+    def register_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optim.register_state_dict_post_hook(hook, prepend)
+
+    def register_load_state_dict_pre_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optim.register_load_state_dict_pre_hook(hook, prepend)
+
+    def register_load_state_dict_post_hook(self, hook: Any, prepend: bool = False) -> Any:
+        return self.optim.register_load_state_dict_post_hook(hook, prepend)
 
     def __repr__(self) -> str:
         return repr(self.optim)
