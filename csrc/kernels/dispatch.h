@@ -2,7 +2,7 @@
 // vector tables, hence in the namespace of the instruction set (element.h: Note [One namespace per instruction set]).
 #pragma once
 
-#include "common/types.h"
+#include "common/dtype.h"
 #include "kernels/element.h"
 
 namespace fusewire::element {

@@ -87,21 +87,38 @@ FUSEWIRE_HD inline bool is_finite(double x) {
 FUSEWIRE_HD inline float to_float(BFloat16 x) { return bits_as<float>(static_cast<uint32_t>(x.bits) << 16); }
 
 FUSEWIRE_HD inline float to_float(Half x) {
+#ifdef __CUDA_ARCH__  // one instruction, same bits
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(x.bits));
+  return value;
+#else
   const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000u) << 16;
   const uint32_t magnitude = x.bits & 0x7fffu;
   if (magnitude >= 0x7c00u) return bits_as<float>(sign | 0x7f800000u | (magnitude & 0x3ffu) << 13);
   if (magnitude >= 0x0400u) return bits_as<float>(sign | ((magnitude << 13) + 0x38000000u));
   const float value = static_cast<float>(magnitude) * 0x1p-24f;  // subnormal: exact
   return bits_as<float>(sign | bits_as<uint32_t>(value));
+#endif
 }
 
 FUSEWIRE_HD inline BFloat16 to_bfloat16(float x) {
+#ifdef __CUDA_ARCH__  // one instruction, same bits but for the payload of a NaN
+  BFloat16 result;
+  asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(result.bits) : "f"(x));
+  return result;
+#else
   const uint32_t bits = bits_as<uint32_t>(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return {static_cast<uint16_t>(bits >> 16 | 0x40u)};
   return {static_cast<uint16_t>((bits + 0x7fffu + (bits >> 16 & 1u)) >> 16)};
+#endif
 }
 
 FUSEWIRE_HD inline Half to_half(float x) {
+#ifdef __CUDA_ARCH__
+  Half half;
+  asm("cvt.rn.f16.f32 %0, %1;" : "=h"(half.bits) : "f"(x));
+  return half;
+#else
   const uint32_t bits = bits_as<uint32_t>(x);
   const uint32_t sign = bits >> 16 & 0x8000u;
   const uint32_t magnitude = bits & 0x7fffffffu;
@@ -117,6 +134,7 @@ FUSEWIRE_HD inline Half to_half(float x) {
     result = bits_as<uint32_t>(bits_as<float>(magnitude) + 0.5f) - 0x3f000000u;
   }
   return {static_cast<uint16_t>(sign | result)};
+#endif
 }
 
 // Note [Round to odd]
@@ -287,13 +305,12 @@ FUSEWIRE_HD inline double join(double x, int exponent) {
   return x * bits_as<double>(static_cast<uint64_t>(exponent + 1023) << 52);
 }
 
-template <class T>
-FUSEWIRE_HD inline T rescued_sum(const void* const* sources, int source_count, uint64_t index, double factor,
-                                 int64_t divisor) {
+template <class T, class Read>
+FUSEWIRE_HD inline T rescued_sum(const Read& read, int source_count, double factor, int64_t divisor) {
   double sum = 0;
   double lost = 0;  // what the additions rounded away
   for (int s = 0; s < source_count; ++s) {
-    const double x = to_double(load<T>(sources[s], index)) * 0x1p-32;
+    const double x = to_double(read(s)) * 0x1p-32;
     const double next = sum + x;
     const double part = next - sum;
     lost += (sum - (next - part)) + (x - part);
@@ -315,39 +332,42 @@ FUSEWIRE_HD inline T rescued_sum(const void* const* sources, int source_count, u
   return Convert<T>::from(join(quotient + rest / d, exponent + factor_exponent + 32));
 }
 
-// ---- one element of a whole reduction ----
+// ---- one element of a whole reduction; `read(s)` is the element of source s ----
+
+template <class T>
+struct ReadAt {
+  const void* const* sources;
+  uint64_t index;
+  FUSEWIRE_HD T operator()(int source) const { return load<T>(sources[source], index); }
+};
 
 // `Wide` is Traits<T>::Wide, or double where a half type's factor does not fit a float.
-template <class T, Combine kOp, class Wide>
-FUSEWIRE_HD inline T reduce_floating(const void* const* sources, int source_count, uint64_t index, double factor,
-                                     int64_t divisor) {
-  Wide acc = static_cast<Wide>(Traits<T>::widen(load<T>(sources[0], index)));
-  for (int s = 1; s < source_count; ++s) {
-    acc = combine<kOp>(acc, static_cast<Wide>(Traits<T>::widen(load<T>(sources[s], index))));
-  }
+template <class T, Combine kOp, class Wide, class Read>
+FUSEWIRE_HD inline T reduce_floating(const Read& read, int source_count, double factor, int64_t divisor) {
+  Wide acc = static_cast<Wide>(Traits<T>::widen(read(0)));
+  for (int s = 1; s < source_count; ++s) acc = combine<kOp>(acc, static_cast<Wide>(Traits<T>::widen(read(s))));
   acc = scale_floating(acc, static_cast<Wide>(factor), static_cast<Wide>(divisor));
   if constexpr (kOp == Combine::kSum && Traits<T>::kRescue) {
     if (!is_finite(acc)) {
-      return rescued_sum<T>(sources, source_count, index, factor, divisor);
+      return rescued_sum<T>(read, source_count, factor, divisor);
     }
   }
   return Convert<T>::from(acc);
 }
 
-template <class T, Combine kOp>
-FUSEWIRE_HD inline T reduce_integer(const void* const* sources, int source_count, uint64_t index, double factor,
-                                    int64_t divisor) {
-  typename Traits<T>::Wide acc = Traits<T>::widen(load<T>(sources[0], index));
-  for (int s = 1; s < source_count; ++s) acc = combine<kOp>(acc, Traits<T>::widen(load<T>(sources[s], index)));
+template <class T, Combine kOp, class Read>
+FUSEWIRE_HD inline T reduce_integer(const Read& read, int source_count, double factor, int64_t divisor) {
+  typename Traits<T>::Wide acc = Traits<T>::widen(read(0));
+  for (int s = 1; s < source_count; ++s) acc = combine<kOp>(acc, Traits<T>::widen(read(s)));
   return scale_integer<T>(acc, factor, divisor);
 }
 
 // Min and Product are `and`, Max and Sum are `or`; a scale has no meaning for bool and is ignored.
-template <Combine kOp>
-FUSEWIRE_HD inline Bool reduce_bool(const void* const* sources, int source_count, uint64_t index) {
-  uint8_t acc = Traits<Bool>::widen(load<Bool>(sources[0], index));
+template <Combine kOp, class Read>
+FUSEWIRE_HD inline Bool reduce_bool(const Read& read, int source_count) {
+  uint8_t acc = Traits<Bool>::widen(read(0));
   for (int s = 1; s < source_count; ++s) {
-    const uint8_t x = Traits<Bool>::widen(load<Bool>(sources[s], index));
+    const uint8_t x = Traits<Bool>::widen(read(s));
     acc = kOp == Combine::kMin || kOp == Combine::kProduct ? acc & x : acc | x;
   }
   return {acc};
@@ -360,19 +380,18 @@ FUSEWIRE_HD inline bool fits_float(double factor) {
 }
 
 // Any type and operator; the branch on the factor is the same for all elements of a call.
-template <class T, Combine kOp>
-FUSEWIRE_HD inline T reduce_element(const void* const* sources, int source_count, uint64_t index, double factor,
-                                    int64_t divisor) {
+template <class T, Combine kOp, class Read>
+FUSEWIRE_HD inline T reduce_element(const Read& read, int source_count, double factor, int64_t divisor) {
   if constexpr (Traits<T>::kFloating) {
     using Wide = typename Traits<T>::Wide;
     if (sizeof(Wide) == sizeof(float) && !fits_float(factor)) {
-      return reduce_floating<T, kOp, double>(sources, source_count, index, factor, divisor);
+      return reduce_floating<T, kOp, double>(read, source_count, factor, divisor);
     }
-    return reduce_floating<T, kOp, Wide>(sources, source_count, index, factor, divisor);
+    return reduce_floating<T, kOp, Wide>(read, source_count, factor, divisor);
   } else if constexpr (sizeof(typename Traits<T>::Wide) == 1) {
-    return reduce_bool<kOp>(sources, source_count, index);
+    return reduce_bool<kOp>(read, source_count);
   } else {
-    return reduce_integer<T, kOp>(sources, source_count, index, factor, divisor);
+    return reduce_integer<T, kOp>(read, source_count, factor, divisor);
   }
 }
 

@@ -67,8 +67,9 @@ void reduce_plainly(const ReduceArgs& args, size_t begin, size_t end) {
       using T = typename decltype(type_tag)::Type;
       constexpr Combine kOp = decltype(op_tag)::kCombine;
       for (size_t i = begin * per_element; i < end * per_element; ++i) {
+        const ReadAt<T> read{args.sources, i};
         store(args.destination, i,
-              reduce_element<T, kOp>(args.sources, args.source_count, i, args.scale.factor, args.scale.divisor));
+              reduce_element<T, kOp>(read, args.source_count, args.scale.factor, args.scale.divisor));
       }
     });
   });
