@@ -1,5 +1,4 @@
 // Allgather, alltoall and reduce-scatter for Python: ranks bring or take different rows, along the first dimension.
-#include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <torch/csrc/autograd/python_variable.h>
 
@@ -55,8 +54,6 @@ Tensor with_rows(const Tensor& tensor, const char* what) {
   return checked(tensor);
 }
 
-Tensor uninitialized(const Dims& shape, at::ScalarType type) { return Tensor(at::detail::empty_cpu(shape, type)); }
-
 // Results that the engine makes when their shapes are known.
 void let_engine_allocate(Submission& submission, Outcome& outcome, Inputs inputs) {
   struct Memory {
@@ -73,7 +70,7 @@ void let_engine_allocate(Submission& submission, Outcome& outcome, Inputs inputs
   submission.keep_alive = memory;
   submission.allocate = [made = outcome.made, types = std::move(types)](size_t index, const Dims& shape) {
     Tensor& result = (*made)[index];
-    result = uninitialized(shape, types[index]);
+    result = adapter::uninitialized(shape, types[index]);
     return adapter::write_view(result);
   };
 }
@@ -190,7 +187,7 @@ PyObject* reducescatter(PyObject*, PyObject* const* args, Py_ssize_t count) {
       const Tensor input = with_rows(*tensor, "reducescatter");
       Dims shape(input.sizes().begin(), input.sizes().end());
       shape[0] = input.size(0) / size + (index < input.size(0) % size ? 1 : 0);
-      const Tensor& output = outcome.results.emplace_back(uninitialized(shape, input.scalar_type()));
+      const Tensor& output = outcome.results.emplace_back(adapter::uninitialized(shape, input.scalar_type()));
       SubmittedTensor& submitted = inputs.add(input, submission);
       submitted.output = adapter::write_view(output);
       submitted.wire = adapter::wire_type(submitted.input.dtype, wire);

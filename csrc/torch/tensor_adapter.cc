@@ -3,8 +3,10 @@
 #include <ATen/EmptyTensor.h>
 #include <ATen/Functions.h>
 #include <ATen/MemoryOverlap.h>
+#include <sys/mman.h>
 
 #include <algorithm>
+#include <cstdint>
 #include <string>
 #include <utility>
 
@@ -116,9 +118,23 @@ at::Tensor resolved(const at::Tensor& tensor) {
   return tensor.resolve_conj().resolve_neg();
 }
 
+at::Tensor uninitialized(at::IntArrayRef shape, at::ScalarType type) {
+  at::Tensor result(at::detail::empty_cpu(shape, type));
+  // Memory this large comes fresh from the kernel, and a fault for each of its small pages would cost more than the
+  // collective itself. Advice only: it may be refused.
+  constexpr size_t kLarge = 4U << 20;
+  if (result.nbytes() >= kLarge) {
+    constexpr uintptr_t kPage = 4096;
+    const auto begin = (reinterpret_cast<uintptr_t>(result.mutable_data_ptr()) + kPage - 1) & ~(kPage - 1);
+    const auto end = (reinterpret_cast<uintptr_t>(result.mutable_data_ptr()) + result.nbytes()) & ~(kPage - 1);
+    static_cast<void>(madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE));
+  }
+  return result;
+}
+
 at::Tensor uninitialized_like(const at::Tensor& tensor) {
   if (tensor.is_contiguous() && tensor.device().is_cpu()) {
-    return at::Tensor(at::detail::empty_cpu(tensor.sizes(), tensor.scalar_type()));  // a fifth of empty_like's time
+    return uninitialized(tensor.sizes(), tensor.scalar_type());  // a fifth of empty_like's time
   }
   at::NoGradGuard no_grad;
   return at::empty_like(tensor);

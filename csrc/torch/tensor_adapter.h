@@ -31,6 +31,9 @@ bool overlaps_itself(const at::Tensor& tensor);
 // The tensor itself, or a plain copy where it is a lazily conjugated or negated view.
 at::Tensor resolved(const at::Tensor& tensor);
 
+// A new contiguous CPU tensor.
+at::Tensor uninitialized(at::IntArrayRef shape, at::ScalarType type);
+
 // A new tensor with the shape, type and layout of `tensor`.
 at::Tensor uninitialized_like(const at::Tensor& tensor);
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from fusewire.bench import cases, group, peers, plot, runner, stats, targets
+from fusewire.bench import cases, group, peers, plot, runner, stats, targets, workloads
 
 ROOT = Path(__file__).parents[2]
 
@@ -34,7 +34,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def quick_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], Path]:
     """(what was printed, the JSON, the picture) of a two-rank run over one case of each kind."""
     folder = tmp_path_factory.mktemp("bench")
-    only = "idle,allreduce-float32-1KB,allreduce-float16-16MB,list-1000x1000,training-linear200"
+    only = "idle,allreduce-float32-1KB,allreduce-float16-16MB,list-1000x1000,*-64KB,training-linear200"
     files = ["--json", str(folder / "out.json"), "--plot", str(folder / "out.png")]
     done = command("-m", "fusewire.bench", "-n", "2", "--quick", "--bars", "--only", only, *files)
     assert done.returncode == 0, done.stderr
@@ -62,6 +62,9 @@ def test_run_measures_every_contender(quick_run):
             ("memcpy", ""),
         },
         "training-linear200": {("none", ""), ("ddp", ""), ("fusewire", "")},
+        "allreduce-float32-64KB": {("fusewire", ""), ("gloo", ""), ("memcpy", "")},
+        **{f"{operation}-64KB": {("fusewire", ""), ("gloo", "")} for operation in cases.COLLECTIVES},
+        "adasum-64KB": {("fusewire", "Adasum"), ("fusewire", "Sum")},
     }
     assert {r["case"] for r in data["results"]} == set(expected)
     for case, wanted in expected.items():
@@ -106,6 +109,8 @@ def test_run_prints_tables_and_writes_a_picture(quick_run):
         "Allreduce of one tensor, 2 ranks",
         "1,000 x 1,000",
         "grouped",
+        "reducescatter 64 KB",
+        "Adasum beside Sum",
         "Training step",
         "% of a core",
         "Bars",
@@ -229,6 +234,56 @@ def test_bars_judge_against_the_peers_of_the_same_run():
     result = runner.Result(case, [measured("fusewire", 10), measured("gloo", 49), measured("memcpy", 8)])
     found = {bar.text: bar.verdict for bar in targets.bars(result, cases.Contender("fusewire"), 2)}
     assert found == {"0.2x gloo": "FAIL", "0.333x mpi": "not measured", "1.5x memcpy": "pass"}
+
+
+def test_other_collectives_are_judged_by_the_faster_peer():
+    rules = {"allgather-1MB": ("1x gloo|mpi", 20), "alltoall-64KB": ("2x gloo|mpi", 40)}
+    for name, (text, limit) in rules.items():
+        case = next(c for c in cases.all_cases() if c.id == name)
+        result = runner.Result(case, [measured("fusewire", 30), measured("gloo", 90), measured("mpi", 20)])
+        (bar,) = targets.bars(result, cases.Contender("fusewire"), 2)
+        assert (bar.text, bar.limit, bar.value) == (text, limit, 30)
+        assert bar.verdict == ("FAIL" if limit < 30 else "pass")
+
+
+def test_adasum_is_judged_by_our_own_sum():
+    case = next(c for c in cases.all_cases() if c.id == "adasum-16MB")
+    adasum, plain = (cases.Contender("fusewire", variant) for variant in (cases.ADASUM, cases.SUM))
+    result = runner.Result(case, [runner.Measurement(adasum, [31.0]), runner.Measurement(plain, [10.0])])
+    assert [(bar.text, bar.verdict) for bar in targets.bars(result, adasum, 2)] == [("3x Sum", "FAIL")]
+    assert targets.bars(result, plain, 2) == []
+
+
+@pytest.mark.parametrize("operation", cases.COLLECTIVES)
+def test_a_collective_that_gives_a_wrong_result_is_noticed(operation):
+    """What rank 1 of 2 gets from a peer that forgets the last element."""
+    case = next(c for c in cases.all_cases() if c.id == f"{operation}-64KB")
+
+    class Forgetful(peers.Peer):
+        wrong = False
+
+        def collective(self, operation, tensor, size):
+            first, second = (torch.arange(len(tensor), dtype=torch.float32) % 97 + r for r in range(2))
+            half = len(tensor) // 2
+            right = {
+                "allgather": torch.cat([first, second]),
+                "alltoall": torch.cat([first[half:], second[half:]]),
+                "reducescatter": (first + second)[half:],
+                "broadcast": first,
+            }[operation]
+
+            def step():
+                result = tensor.copy_(right) if operation == "broadcast" else right.clone()
+                result[-1] += self.wrong
+                return result
+
+            return step
+
+    peer, contender = Forgetful(), cases.Contender("gloo")
+    workload = workloads.Collective(case, {"gloo": peer}, 1, 2)
+    assert workload.check(contender).error == ""
+    peer.wrong = True
+    assert "wrong" in workload.check(contender).error
 
 
 def test_training_bar_is_half_of_what_ddp_adds():

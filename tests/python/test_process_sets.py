@@ -161,7 +161,7 @@ def outcome(kind, s):
 @ranks(2, init={"process_sets": [[0], fw.ProcessSet([1])]})
 def test_init_registers_sets():
     alone = fw.process_sets.registered_with([fw.rank()])
-    assert alone.process_set_id == fw.rank() + 1
+    assert (alone.ranks, alone.process_set_id) == ([fw.rank()], fw.rank() + 1)
     assert fw.allreduce(torch.ones(1), op=fw.Sum, process_set=alone).item() == 1
     fw.barrier()
 

@@ -37,15 +37,17 @@ class Contender:
 
 @dataclass(frozen=True)
 class Case:
-    """One comparison. ``shapes`` are the tensors reduced (allreduce, list); ``model`` names a training model."""
+    """One comparison. ``shapes`` are each rank's input tensors; ``operation`` and ``model`` say what is done with them
+    in the sections that have several of either."""
 
     id: str
     title: str
-    section: str  # "allreduce", "list", "training" or "idle"
+    section: str  # a key of SECTIONS
     contenders: tuple[Contender, ...]
     dtype: str = "float32"
     shapes: Shapes = ()
     model: str = ""
+    operation: str = "allreduce"
 
     @property
     def bytes(self) -> int:
@@ -55,6 +57,8 @@ class Case:
 SECTIONS = {
     "allreduce": "Allreduce of one tensor",
     "list": "Allreduce of a list of tensors",
+    "collective": "Other collectives of one tensor",
+    "adasum": "Adasum beside Sum",
     "training": "Training step",
     "idle": "Idle engine",
 }
@@ -71,6 +75,10 @@ FUSED_SIZES = {
 ASYNC, GROUPED = "async each", "grouped"
 BUCKETS, ONE_BY_ONE, PACKED = "25 MB buckets", "one by one", "packed"
 NO_COMMUNICATION = "none"
+ADASUM, SUM = "Adasum", "Sum"
+
+COLLECTIVES = ("allgather", "alltoall", "reducescatter", "broadcast")
+COLLECTIVE_SIZES = ("64 KB", "1 MB", "16 MB", "64 MB")
 
 
 def resnet50_shapes() -> Shapes:
@@ -130,6 +138,28 @@ def _list(id: str, title: str, shapes: Shapes, extra: tuple[Contender, ...] = ()
     return Case(id=f"list-{id}", title=title, section="list", contenders=contenders, shapes=shapes)
 
 
+def _collective(operation: str, size: str) -> Case:
+    return Case(
+        id=f"{operation}-{size.replace(' ', '')}",
+        title=f"{operation} {size}",
+        section="collective",
+        contenders=tuple(Contender(peer) for peer in ("fusewire", "gloo", "mpi")),
+        shapes=((FUSED_SIZES[size] // 4,),),
+        operation=operation,
+    )
+
+
+def _adasum(size: str) -> Case:
+    return Case(
+        id=f"adasum-{size.replace(' ', '')}",
+        title=size,
+        section="adasum",
+        contenders=(Contender("fusewire", ADASUM), Contender("fusewire", SUM)),
+        shapes=((FUSED_SIZES[size] // 4,),),
+        operation="adasum",
+    )
+
+
 def _training(model: str, title: str) -> Case:
     contenders = tuple(Contender(peer) for peer in (NO_COMMUNICATION, "ddp", "fusewire"))
     return Case(id=f"training-{model}", title=title, section="training", contenders=contenders, model=model)
@@ -145,6 +175,8 @@ def all_cases() -> list[Case]:
     cases.append(_list("resnet50", "ResNet-50, 161 tensors, 102 MB", resnet50_shapes()))
     cases.append(_list("gpt2", "GPT-2 small, 148 tensors, 498 MB", gpt2_small_shapes()))
     cases.append(_list("1000x1000", "1,000 x 1,000, 4 MB", ((1000,),) * 1000, (Contender("mpi", PACKED),)))
+    cases.extend(_collective(operation, size) for operation in COLLECTIVES for size in COLLECTIVE_SIZES)
+    cases.extend(_adasum(size) for size in COLLECTIVE_SIZES)
     cases.append(_training("linear200", "200 linear 64x64"))
     cases.append(_training("transformer", "4-layer transformer"))
     cases.append(_training("resnet18", "ResNet-18, 32x32"))
@@ -152,7 +184,10 @@ def all_cases() -> list[Case]:
 
 
 # What --quick leaves out: the cases that need minutes or gigabytes.
-NOT_QUICK = frozenset({"allreduce-float32-256MB", "list-gpt2", "training-resnet18"})
+NOT_QUICK = frozenset(
+    {"allreduce-float32-256MB", "list-gpt2", "training-resnet18"}
+    | {f"{operation}-{size}" for operation in (*COLLECTIVES, "adasum") for size in ("16MB", "64MB")}
+)
 
 
 def select(cases: Sequence[Case], patterns: Sequence[str]) -> list[Case]:

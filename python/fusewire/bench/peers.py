@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from .cases import ASYNC, BUCKETS, GROUPED, PACKED, Case
+from .cases import ADASUM, ASYNC, BUCKETS, GROUPED, PACKED, Case
 
 Step = Callable[[], Any]
 
@@ -31,7 +31,7 @@ class Buffers:
         self.case = case
         self.dtype: torch.dtype = getattr(torch, case.dtype)
         self.tensors = [torch.empty(shape, dtype=self.dtype) for shape in case.shapes]
-        self.single = case.section == "allreduce"
+        self.single = len(case.shapes) == 1 and case.section != "list"
         self._flat: torch.Tensor | None = None
         self._source: torch.Tensor | None = None
         self._ramps: torch.Tensor | None = None
@@ -93,6 +93,9 @@ class Peer(Protocol):
 
     def step(self, variant: str, buffers: Buffers) -> Step: ...
 
+    def collective(self, operation: str, tensor: torch.Tensor, size: int) -> Step:
+        """A callable that does one of COLLECTIVES and returns its result; broadcast is in place, from rank 0."""
+
     def close(self) -> None: ...
 
 
@@ -113,6 +116,17 @@ class GlooPeer:
             return self._bucketed(buffers)
         tensor = buffers.tensors[0]
         return lambda: dist.all_reduce(tensor)
+
+    def collective(self, operation: str, tensor: torch.Tensor, size: int) -> Step:
+        import torch.distributed as dist
+
+        call, make = {
+            "allgather": (dist.all_gather_into_tensor, lambda: tensor.new_empty(size * tensor.numel())),
+            "alltoall": (dist.all_to_all_single, lambda: torch.empty_like(tensor)),
+            "reducescatter": (dist.reduce_scatter_tensor, lambda: tensor.new_empty(tensor.numel() // size)),
+            "broadcast": (lambda _, data: dist.broadcast(data, 0), lambda: tensor),
+        }[operation]
+        return returning(call, make, tensor)
 
     def _bucketed(self, buffers: Buffers) -> Step:
         import torch.distributed as dist
@@ -140,6 +154,17 @@ class GlooPeer:
 
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+def returning(call: Callable[..., Any], make: Callable[[], torch.Tensor], tensor: torch.Tensor) -> Step:
+    """One iteration of a collective that writes to an output of the caller's."""
+
+    def step() -> torch.Tensor:
+        output = make()
+        call(output, tensor)
+        return output
+
+    return step
 
 
 def views_into(flat: torch.Tensor, tensors: list[torch.Tensor]) -> list[torch.Tensor]:
@@ -195,6 +220,16 @@ class MpiPeer:
 
         return packed
 
+    def collective(self, operation: str, tensor: torch.Tensor, size: int) -> Step:
+        world, spec = self.mpi.COMM_WORLD, self._spec
+        call, make = {
+            "allgather": (world.Allgather, lambda: tensor.new_empty(size * tensor.numel())),
+            "alltoall": (world.Alltoall, lambda: torch.empty_like(tensor)),
+            "reducescatter": (world.Reduce_scatter_block, lambda: tensor.new_empty(tensor.numel() // size)),
+            "broadcast": (lambda data, _: world.Bcast(data, 0), lambda: tensor),
+        }[operation]
+        return returning(lambda output, data: call(spec(data), spec(output)), make, tensor)
+
     def _spec(self, tensor: torch.Tensor) -> list[Any]:
         nbytes = tensor.numel() * tensor.element_size()
         return [self.mpi.memory.fromaddress(tensor.data_ptr(), nbytes), self.mpi.FLOAT]
@@ -216,6 +251,9 @@ class MemcpyPeer:
         memcpy, to, source, nbytes = self.memcpy, buffers.flat.data_ptr(), buffers.source.data_ptr(), buffers.case.bytes
         return lambda: memcpy(to, source, nbytes)
 
+    def collective(self, operation: str, tensor: torch.Tensor, size: int) -> Step:
+        raise NotImplementedError(f"memcpy does not stand beside {operation}")
+
     def close(self) -> None:
         pass
 
@@ -231,7 +269,7 @@ class FusewirePeer:
 
     def step(self, variant: str, buffers: Buffers) -> Step:
         fw, tensors, case = self.fusewire, buffers.tensors, buffers.case.id
-        total = fw.Sum
+        total = fw.Adasum if variant == ADASUM else fw.Sum
         if variant == ASYNC:
             named = [(tensor, f"{case}.{index}") for index, tensor in enumerate(tensors)]
             submit, wait = fw.allreduce_async_, fw.synchronize
@@ -245,8 +283,17 @@ class FusewirePeer:
         if variant == GROUPED:
             grouped, group_name = fw.grouped_allreduce_, f"{case}.group"
             return lambda: grouped(tensors, op=total, name=group_name)
-        allreduce, tensor, name = fw.allreduce_, tensors[0], case
+        allreduce, tensor, name = fw.allreduce_, tensors[0], f"{case}.{variant}"
         return lambda: allreduce(tensor, op=total, name=name)
+
+    def collective(self, operation: str, tensor: torch.Tensor, size: int) -> Step:
+        fw, name = self.fusewire, f"bench.{operation}.{tensor.numel()}"
+        return {
+            "allgather": lambda: fw.allgather(tensor, name),
+            "alltoall": lambda: fw.alltoall(tensor, name=name),
+            "reducescatter": lambda: fw.reducescatter(tensor, name, op=fw.Sum),
+            "broadcast": lambda: fw.broadcast_(tensor, 0, name),
+        }[operation]
 
     def close(self) -> None:
         self.fusewire.shutdown()

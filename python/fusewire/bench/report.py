@@ -15,7 +15,7 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from .cases import BUCKETS, NO_COMMUNICATION, ONE_BY_ONE, PACKED, PEER_TITLES, SECTIONS, Contender
+from .cases import ADASUM, BUCKETS, NO_COMMUNICATION, ONE_BY_ONE, PACKED, PEER_TITLES, SECTIONS, SUM, Contender
 from .runner import Measurement, Result
 from .targets import bars
 
@@ -26,6 +26,8 @@ _COMPARISON = ["fusewire", "Gloo", "MPI", "memcpy", "x Gloo", "x MPI", "memcpy"]
 COLUMNS = {
     "allreduce": ["tensor", *_COMPARISON],
     "list": ["tensors", *_COMPARISON],
+    "collective": ["operation", "fusewire", "Gloo", "MPI", "x Gloo", "x MPI"],
+    "adasum": ["tensor", "Adasum", "Sum", "ratio"],
     "training": ["model", "alone", "DDP adds", "fusewire adds", "ratio"],
     "idle": ["while nothing is asked", "fusewire", "Gloo"],
 }
@@ -33,6 +35,7 @@ _RATIOS = "x Gloo, x MPI: how many times faster than they. Last column: per cent
 CAPTIONS = {
     "allreduce": _RATIOS,
     "list": f"Gloo: {BUCKETS} as in DDP, with their copies. MPI: tensors {ONE_BY_ONE}, or {PACKED} where faster.",
+    "collective": "Size: each rank's input. x Gloo, x MPI: how many times faster than they.",
     "training": "Medians of paired differences of interleaved blocks, and 95 % intervals. Ratio: fusewire / DDP.",
 }
 
@@ -62,9 +65,14 @@ def make_table(section: str, results: list[Result], run: Run) -> Table:
     title = f"{SECTIONS[section]}, {run.ranks} rank{'s' if run.ranks > 1 else ''}, one thread each"
     table = _new_table(title, COLUMNS[section])
     table.caption = CAPTIONS.get(section)
-    row_of = {"training": _training_row, "idle": _idle_row}.get(section, _comparison_row)
+    row_of = {
+        "training": _training_row,
+        "idle": _idle_row,
+        "collective": _collective_row,
+        "adasum": _adasum_row,
+    }.get(section, _comparison_row)
     for result in results:
-        for contender in (c for c in result.case.contenders if c.peer == "fusewire"):
+        for contender in (c for c in result.case.contenders if c.peer == "fusewire" and c.variant != SUM):
             table.add_row(*row_of(result, contender))
     return table
 
@@ -105,6 +113,17 @@ def _comparison_row(result: Result, ours: Contender) -> list[str]:
         _faster(mine, mpi),
         f"{100 * limit.median / mine.median:.0f} %" if mine and limit else DASH,
     ]
+
+
+def _collective_row(result: Result, ours: Contender) -> list[str]:
+    mine, gloo, mpi = (result.find(peer) for peer in ("fusewire", "gloo", "mpi"))
+    return [result.case.title, _time(mine), _time(gloo), _time(mpi), _faster(mine, gloo), _faster(mine, mpi)]
+
+
+def _adasum_row(result: Result, ours: Contender) -> list[str]:
+    adasum, plain = result.find("fusewire", ADASUM), result.find("fusewire", SUM)
+    ratio = f"{adasum.median / plain.median:.2f}" if adasum and plain else DASH
+    return [result.case.title, _time(adasum), _time(plain), ratio]
 
 
 def _faster(mine: Measurement | None, theirs: Measurement | None) -> str:

@@ -11,7 +11,7 @@ from typing import Protocol
 
 import torch
 
-from .cases import NO_COMMUNICATION, Case, Contender
+from .cases import ADASUM, NO_COMMUNICATION, Case, Contender
 from .models import make_task
 from .peers import Buffers, Peer, Step
 
@@ -51,6 +51,10 @@ class Reduction(Workload):
 
     def check(self, contender: Contender) -> CheckResult:
         step = self.steps[contender]
+        if contender.variant == ADASUM:
+            self.buffers.tensors[0].fill_(3)  # of equal vectors it is the vector
+            step()
+            return CheckResult("" if bool((self.buffers.tensors[0] == 3).all()) else "Adasum changed equal vectors")
         if contender.peer == "memcpy":
             step()
             first, last = self.buffers.source.view(-1)[[0, -1]], self.buffers.flat[[0, -1]]
@@ -58,6 +62,42 @@ class Reduction(Workload):
         self.buffers.fill_pattern(self.rank)
         step()
         return CheckResult(self.buffers.check_pattern(self.size))
+
+
+class Collective(Workload):
+    """One of the other collectives on one tensor. Every call makes its result, as they do for a user; broadcast works
+    in place."""
+
+    def __init__(self, case: Case, peers: dict[str, Peer], rank: int, size: int) -> None:
+        self.case, self.rank, self.size = case, rank, size
+        count = case.shapes[0][0]
+        self.everybody = [torch.arange(count, dtype=torch.float32).remainder_(97).add_(r) for r in range(size)]
+        self.tensor = self.everybody[rank].clone()
+        self.steps = {
+            c: peers[c.peer].collective(case.operation, self.tensor, size) for c in case.contenders if c.peer in peers
+        }
+
+    def step(self, contender: Contender) -> Step:
+        return self.steps[contender]
+
+    def prepare(self, contender: Contender) -> None:
+        pass
+
+    def check(self, contender: Contender) -> CheckResult:
+        self.tensor.copy_(self.everybody[self.rank])
+        result = self.steps[contender]()
+        result = self.tensor if self.case.operation == "broadcast" else result
+        right = torch.equal(result, self._expected())
+        return CheckResult("" if right else f"{self.case.operation} gives a wrong result")
+
+    def _expected(self) -> torch.Tensor:
+        if self.case.operation == "allgather":
+            return torch.cat(self.everybody)
+        if self.case.operation == "broadcast":
+            return self.everybody[0]
+        if self.case.operation == "alltoall":
+            return torch.cat([tensor.chunk(self.size)[self.rank] for tensor in self.everybody])
+        return torch.stack(self.everybody).sum(0).chunk(self.size)[self.rank]
 
 
 class Training(Workload):
@@ -114,5 +154,5 @@ class Training(Workload):
 
 
 def make_workload(case: Case, peers: dict[str, Peer], rank: int, size: int) -> Workload:
-    kind = Training if case.section == "training" else Reduction
-    return kind(case, peers, rank, size)
+    kind: type[Workload] = {"training": Training, "collective": Collective}.get(case.section, Reduction)
+    return kind(case, peers, rank, size)  # type: ignore[call-arg]
