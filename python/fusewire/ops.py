@@ -328,17 +328,22 @@ def _rich_grouped_allreduce(tensors, average, name, compression, op, prescale, p
     return list(_GroupedAllreduce.apply(options, *tensors))
 
 
-def _run(options: tuple[Any, ...], tensors: Any, suffix: str = "") -> Any:
+def _run(options: tuple[Any, ...], tensors: Any) -> Any:
     average, op, prescale, postscale, process_set, name, wire, engine = options
-    name = name + suffix if name is not None else None
     return _core.allreduce(
         engine, tensors, False, average, op, prescale, postscale, id_of(process_set, engine), name, wire, True
     )
 
 
-def _check_differentiable(options: tuple[Any, ...]) -> None:
+def _of_gradient(options: tuple[Any, ...]) -> tuple[Any, ...]:
+    """The options of the allreduce that is a gradient of one with these."""
     if options[1] not in (None, Average, Sum):
         raise NotImplementedError(f"allreduce is differentiable for Average and Sum only, not for {options[1]!r}")
+    name = options[5]
+    return (*options[:5], None if name is None else f"{name}.grad", *options[6:])
+
+
+# Backwards go through the functions themselves, so that gradients have gradients.
 
 
 class _Allreduce(torch.autograd.Function):
@@ -351,8 +356,7 @@ class _Allreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient):
-        _check_differentiable(ctx.options)
-        return None, _run(ctx.options, gradient, ".grad")
+        return None, _Allreduce.apply(_of_gradient(ctx.options), gradient)
 
 
 class _GroupedAllreduce(torch.autograd.Function):
@@ -363,8 +367,7 @@ class _GroupedAllreduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *gradients):
-        _check_differentiable(ctx.options)
-        return None, *_run(ctx.options, gradients, ".grad")
+        return None, *_GroupedAllreduce.apply(_of_gradient(ctx.options), *gradients)
 
 
 class _Broadcast(torch.autograd.Function):
@@ -378,8 +381,8 @@ class _Broadcast(torch.autograd.Function):
     @staticmethod
     def backward(ctx, gradient):
         options = (None, Sum, 1.0, 1.0, ctx.process_set, ctx.name, None, ctx.engine)
-        total = _run(options, gradient, ".grad")
+        total = _Allreduce.apply(_of_gradient(options), gradient)
         engine = ctx.engine if ctx.engine is not None else _core.get_default_engine()
         if engine.rank != ctx.root_rank:
-            total.zero_()
+            total = total.masked_fill(torch.tensor(True), 0)  # part of the graph all the same
         return total, None, None, None, None

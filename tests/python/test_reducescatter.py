@@ -195,3 +195,42 @@ def test_no_gradients_for_other_operators():
     for op in (fw.Min, fw.Max, fw.Product):
         with pytest.raises(NotImplementedError, match="differentiable for Average and Sum"):
             fw.reducescatter(leaf, op=op).sum().backward()
+
+
+@ranks(2, 3)
+@pytest.mark.parametrize("form", ["allreduce", "grouped_allreduce", "broadcast", "reducescatter", "alltoall"])
+def test_gradients_have_gradients(form):
+    """The cube's second derivative, by way of the same operation in one process."""
+    size, rows = fw.size(), 2 * fw.size()
+
+    def everybody():
+        return [data(rows, 2, seed=r).requires_grad_() for r in range(size)]
+
+    def together(tensors, me):
+        part = slice(2 * me, 2 * me + 2)
+        return {
+            "allreduce": lambda: sum(tensors) / size,
+            "grouped_allreduce": lambda: sum(tensors) / size,
+            "broadcast": lambda: tensors[1],
+            "reducescatter": lambda: (sum(tensors) / size)[part],
+            "alltoall": lambda: torch.cat([tensor[part] for tensor in tensors]),
+        }[form]()
+
+    def apart(tensor):
+        return {
+            "allreduce": lambda: fw.allreduce(tensor, name="second"),
+            "grouped_allreduce": lambda: fw.grouped_allreduce([tensor], name="second")[0],
+            "broadcast": lambda: fw.broadcast(tensor, 1, name="second"),
+            "reducescatter": lambda: fw.reducescatter(tensor, name="second"),
+            "alltoall": lambda: fw.alltoall(tensor, name="second"),
+        }[form]()
+
+    tensors = everybody()
+    loss = sum((together(tensors, r) ** 3).sum() for r in range(size))
+    slopes = torch.autograd.grad(loss, tensors, create_graph=True, allow_unused=True)
+    total = sum((slope**2).sum() for slope in slopes if slope is not None)
+    expected = torch.autograd.grad(total, tensors, allow_unused=True)[fw.rank()]
+    mine = everybody()[fw.rank()]
+    (slope,) = torch.autograd.grad((apart(mine) ** 3).sum(), mine, create_graph=True)
+    (curve,) = torch.autograd.grad((slope**2).sum(), mine)
+    close(curve, torch.zeros_like(mine) if expected is None else expected)
