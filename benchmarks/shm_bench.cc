@@ -1,6 +1,7 @@
 // What the shared-memory data plane alone costs: no engine, no torch, ranks as forked processes.
 //
-//   shm_bench [-n RANKS] [-t SECONDS_PER_ROW] [--spin US] [--chunk BYTES] [--out-of-place] [--pin] [ROW...]
+//   shm_bench [-n RANKS] [-t SECONDS_PER_ROW] [--spin US] [--chunk BYTES] [--direct BYTES] [--out-of-place] [--pin]
+//   [ROW...]
 //
 // Rows are named like the table's first column; without any, all run. A time is that of the slowest rank in one
 // iteration; "min" and "median" are over iterations. Sizes are those of a rank's input. memcpy is glibc's, by all ranks
@@ -103,8 +104,11 @@ std::vector<Row> all_rows() {
   rows.push_back({"adasum-resnet50", f32, f32, resnet50(), OpKind::kAllreduce, ReduceOp::kAdasum});
   for (const auto& [name, kind] : {std::pair{"gather", OpKind::kAllgather}, std::pair{"a2a", OpKind::kAlltoall},
                                    std::pair{"rs", OpKind::kReduceScatter}}) {
-    for (const auto& [size, bytes] : {std::pair{"4KB", 4 << 10}, std::pair{"64KB", 64 << 10}, std::pair{"1MB", 1 << 20},
-                                      std::pair{"16MB", 16 << 20}, std::pair{"64MB", 64 << 20}}) {
+    for (const auto& [size, bytes] :
+         {std::pair{"4KB", 4 << 10}, std::pair{"16KB", 16 << 10}, std::pair{"64KB", 64 << 10},
+          std::pair{"256KB", 256 << 10}, std::pair{"1MB", 1 << 20}, std::pair{"2MB", 2 << 20},
+          std::pair{"4MB", 4 << 20}, std::pair{"8MB", 8 << 20}, std::pair{"16MB", 16 << 20},
+          std::pair{"64MB", 64 << 20}}) {
       rows.push_back({std::string(name) + "-" + size, f32, f32, {bytes / 4}, kind});
     }
     rows.push_back({std::string(name) + "-1000x1000", f32, f32, std::vector<int64_t>(1000, 1000), kind});
@@ -117,6 +121,7 @@ struct Settings {
   double seconds = 0.5;
   long spin_us = -1;
   int64_t chunk = 0;
+  int64_t direct = 0;
   bool out_of_place = false;
   bool pin = false;  // rank r to core r, for numbers taken while the machine has other work
   std::vector<std::string> rows;
@@ -149,6 +154,7 @@ class Rank {
     options.rank = rank;
     options.size = settings.ranks;
     options.chunk_bytes = settings.chunk;
+    options.direct_bytes = settings.direct;
     options.spin = std::chrono::microseconds(
         settings.spin_us >= 0 ? settings.spin_us
                               : (settings.ranks > static_cast<int>(std::thread::hardware_concurrency()) ? 0 : 20));
@@ -272,6 +278,8 @@ Settings parse(int argc, char** argv) {
       settings.spin_us = std::atol(value());
     } else if (word == "--chunk") {
       settings.chunk = std::atol(value());
+    } else if (word == "--direct") {
+      settings.direct = std::atol(value());
     } else if (word == "--out-of-place") {
       settings.out_of_place = true;
     } else if (word == "--pin") {

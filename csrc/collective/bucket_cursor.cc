@@ -94,7 +94,7 @@ size_t BucketCursor::find(int64_t element) {
   return static_cast<size_t>(next - entries_.begin()) - 1;
 }
 
-void BucketCursor::gather_piece(const Piece& piece, std::byte* staging) const {
+void BucketCursor::gather_part(const Piece& piece, std::byte* staging) const {
   if (!has_data(piece.input)) {
     fill_identity(format_.wire, format_.identity, staging, static_cast<size_t>(piece.count));
   } else if (direct_ && piece.in != nullptr) {
@@ -104,7 +104,7 @@ void BucketCursor::gather_piece(const Piece& piece, std::byte* staging) const {
   }
 }
 
-void BucketCursor::scatter_piece(const Piece& piece, const std::byte* staging) const {
+void BucketCursor::scatter_part(const Piece& piece, const std::byte* staging) const {
   if (!has_data(piece.output)) return;
   if (format_.wire == format_.dtype && piece.out != nullptr) {
     const size_t bytes = static_cast<size_t>(piece.count) * wire_bytes_;
@@ -116,8 +116,8 @@ void BucketCursor::scatter_piece(const Piece& piece, const std::byte* staging) c
 
 void BucketCursor::copy_piece(const Piece& piece) {
   if (!has_data(piece.output) || same_place(piece)) return;
-  if (piece.in != nullptr) return scatter_piece(piece, piece.in);
-  if (piece.out != nullptr) return gather_piece(piece, piece.out);
+  if (piece.in != nullptr) return scatter_part(piece, piece.in);
+  if (piece.out != nullptr) return gather_part(piece, piece.out);
   strip_.resize(kStripBytes);
   const auto step = static_cast<int64_t>(kStripBytes / wire_bytes_);
   for (int64_t done = 0; done < piece.count; done += step) {
@@ -125,20 +125,20 @@ void BucketCursor::copy_piece(const Piece& piece) {
     part.in_offset += done;
     part.out_offset += done;
     part.count = std::min(step, piece.count - done);
-    gather_piece(part, strip_.data());
-    scatter_piece(part, strip_.data());
+    gather_part(part, strip_.data());
+    scatter_part(part, strip_.data());
   }
 }
 
 void BucketCursor::gather(int64_t begin, int64_t end, std::byte* staging) {
   for_each(begin, end, [&](const Piece& piece) {
-    gather_piece(piece, staging + static_cast<size_t>(piece.begin - begin) * wire_bytes_);
+    gather_part(piece, staging + static_cast<size_t>(piece.begin - begin) * wire_bytes_);
   });
 }
 
 void BucketCursor::gather_staged(int64_t begin, int64_t end, std::byte* staging) {
   for_each(begin, end, [&](const Piece& piece) {
-    if (!in_place(piece)) gather_piece(piece, staging + static_cast<size_t>(piece.begin - begin) * wire_bytes_);
+    if (!in_place(piece)) gather_part(piece, staging + static_cast<size_t>(piece.begin - begin) * wire_bytes_);
   });
 }
 
@@ -148,7 +148,7 @@ const std::byte* BucketCursor::in_order(int64_t begin, int64_t end, std::byte* s
     if (direct_ && piece.in != nullptr) {
       found = piece.in;
     } else {
-      gather_piece(piece, staging);
+      gather_part(piece, staging);
     }
   });
   return found;
@@ -156,13 +156,13 @@ const std::byte* BucketCursor::in_order(int64_t begin, int64_t end, std::byte* s
 
 void BucketCursor::scatter(const std::byte* staging, int64_t begin, int64_t end) {
   for_each(begin, end, [&](const Piece& piece) {
-    scatter_piece(piece, staging + static_cast<size_t>(piece.begin - begin) * wire_bytes_);
+    scatter_part(piece, staging + static_cast<size_t>(piece.begin - begin) * wire_bytes_);
   });
 }
 
 void BucketCursor::scatter_elsewhere(const std::byte* staging, int64_t begin, int64_t end) {
   for_each(begin, end, [&](const Piece& piece) {
-    if (!same_place(piece)) scatter_piece(piece, staging + static_cast<size_t>(piece.begin - begin) * wire_bytes_);
+    if (!same_place(piece)) scatter_part(piece, staging + static_cast<size_t>(piece.begin - begin) * wire_bytes_);
   });
 }
 

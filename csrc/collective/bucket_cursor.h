@@ -54,6 +54,7 @@ class BucketCursor {
   // when it is written.
   void set_reads_inputs(bool reads) { reads_inputs_ = reads; }
 
+  int64_t first() const { return first_; }
   int64_t elements() const { return elements_; }
   size_t wire_bytes() const { return wire_bytes_; }
   bool overlaps(int64_t begin, int64_t end) const { return begin < first_ + elements_ && end > first_; }
@@ -83,6 +84,10 @@ class BucketCursor {
   // else in `staging`.
   const std::byte* in_order(int64_t begin, int64_t end, std::byte* staging);
 
+  // One piece of for_each(), `staging` being its own.
+  void gather_part(const Piece& piece, std::byte* staging) const;
+  void scatter_part(const Piece& piece, const std::byte* staging) const;
+
   // Results for [begin, end) to the outputs. The second form leaves out those that are their own input.
   void scatter(const std::byte* staging, int64_t begin, int64_t end);
   void scatter_elsewhere(const std::byte* staging, int64_t begin, int64_t end);
@@ -103,8 +108,6 @@ class BucketCursor {
   };
 
   size_t find(int64_t element);
-  void gather_piece(const Piece& piece, std::byte* staging) const;
-  void scatter_piece(const Piece& piece, const std::byte* staging) const;
   void copy_piece(const Piece& piece);
 
   std::vector<Entry> entries_;    // non-empty ones only

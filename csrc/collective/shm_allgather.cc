@@ -31,8 +31,7 @@ void shm_allgather(ShmContext& context, const Bucket& given) {
                  counts[s](giver, context.rank));
     }
   }
-  shm_exchange(context, context.rows[static_cast<size_t>(context.rank)], longest,
-               context.geometry.for_copying(static_cast<size_t>(longest) * width));
+  shm_exchange(context, context.rows[static_cast<size_t>(context.rank)], longest, bucket.segments.size());
 }
 
 }  // namespace fusewire

@@ -49,7 +49,7 @@ void shm_alltoall(ShmContext& context, const Bucket& given) {
   }
   context.own.start(format, 0, written);
   append(context.own, rank, rank);
-  shm_exchange(context, context.own, longest, context.geometry.for_copying(static_cast<size_t>(longest) * width));
+  shm_exchange(context, context.own, longest, bucket.segments.size() * static_cast<size_t>(size));
 }
 
 }  // namespace fusewire

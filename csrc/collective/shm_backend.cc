@@ -19,11 +19,12 @@ class ShmBackend final : public Backend {
                  options.rank,
                  ShmWaiter(ShmRegion(region, options.size), options.rank, options.spin, options.abort_after),
                  options.spin.count() == 0,
-                 ShmGeometry(options.size, 0, false),
+                 ShmGeometry(options.size, 0, 0, false),
                  0,
                  {},
                  std::vector<BucketCursor>(static_cast<size_t>(options.size)),
                  {},
+                 PeerMemory(options.size),
                  {},
                  std::vector<const std::byte*>(static_cast<size_t>(options.size)),
                  std::vector<const void*>(static_cast<size_t>(options.size))} {
@@ -62,11 +63,13 @@ class ShmBackend final : public Backend {
   void agree() {
     ShmProgress& own = context_.region.progress(options_.rank);
     own.chunk_bytes.store(static_cast<uint32_t>(std::clamp<int64_t>(options_.chunk_bytes, 0, kShmMaxChunk)));
+    own.direct_bytes.store(static_cast<uint64_t>(std::max<int64_t>(options_.direct_bytes, 0)));
     own.crowded.store(options_.spin.count() == 0 ? 1 : 0);
     context_.waiter.publish(ShmStage::kJoined, 1);
     context_.waiter.wait_for(0, ShmStage::kJoined, 1);
     const ShmProgress& root = context_.region.progress(0);
-    context_.geometry = ShmGeometry(options_.size, root.chunk_bytes.load(), root.crowded.load() != 0);
+    context_.geometry =
+        ShmGeometry(options_.size, root.chunk_bytes.load(), root.direct_bytes.load(), root.crowded.load() != 0);
     agreed_ = true;
   }
 

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "collective/bucket_cursor.h"
+#include "collective/peer_memory.h"
 #include "collective/reduction.h"
 #include "collective/shm_geometry.h"
 #include "collective/shm_region.h"
@@ -31,6 +32,7 @@ struct ShmContext {
   BucketCursor cursor;             // of the bucket that runs
   std::vector<BucketCursor> rows;  // one per rank, where ranks hold different parts
   BucketCursor own;                // what a rank gives to itself
+  PeerMemory peers;
   std::vector<std::byte> scratch;
   std::vector<const std::byte*> bases;  // one per rank: see shm_reduce_home
   std::vector<const void*> sources;     // one per rank: what a kernel call gets

@@ -64,7 +64,13 @@ constexpr int64_t divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace
 
-void shm_exchange(ShmContext& context, BucketCursor& own, int64_t longest, size_t chunk_bytes) {
+void shm_exchange(ShmContext& context, BucketCursor& own, int64_t longest, size_t most_parts) {
+  const size_t bytes = static_cast<size_t>(longest) * own.wire_bytes();
+  if (context.size() > 1 && context.geometry.directly(bytes, most_parts) &&
+      shm_exchange_directly(context, own, most_parts)) {
+    return;
+  }
+  const size_t chunk_bytes = context.geometry.for_copying(bytes);
   const auto chunk_elements = std::max<int64_t>(1, static_cast<int64_t>(chunk_bytes / own.wire_bytes()));
   const int64_t chunks = context.size() == 1 ? 0 : divide_up(longest, chunk_elements);
   const int64_t own_step = std::max(chunk_elements, divide_up(own.elements(), std::max<int64_t>(1, chunks)));

@@ -26,8 +26,8 @@ size_t look_up(const Table& table, size_t bytes) {
 
 }  // namespace
 
-ShmGeometry::ShmGeometry(int size, size_t chunk_bytes, bool crowded)
-    : size_(size), chunk_bytes_(chunk_bytes), crowded_(crowded) {}
+ShmGeometry::ShmGeometry(int size, size_t chunk_bytes, size_t direct_bytes, bool crowded)
+    : size_(size), chunk_bytes_(chunk_bytes), direct_bytes_(direct_bytes), crowded_(crowded) {}
 
 size_t ShmGeometry::clamp(size_t chunk) const {
   return std::min(std::max(chunk, kMinSlice * static_cast<size_t>(size_)), kShmMaxChunk);
@@ -58,6 +58,14 @@ size_t ShmGeometry::for_copying(size_t bytes) const {
   constexpr std::array<Row, 1> kCrowded = {{{SIZE_MAX, 256 << 10}}};
   if (chunk_bytes_ != 0) return std::max(chunk_bytes_, kMinChunk);
   return clamp(crowded_ ? look_up(kCrowded, bytes) : look_up(kSpinning, bytes));
+}
+
+bool ShmGeometry::directly(size_t bytes, size_t parts) const {
+  constexpr size_t kSmallest = 32 << 10;
+  constexpr size_t kLargest = 4 << 20;
+  constexpr size_t kSmallPart = 16 << 10;
+  if (direct_bytes_ != 0) return bytes >= direct_bytes_;
+  return bytes >= kSmallest && bytes <= kLargest && bytes >= parts * kSmallPart;
 }
 
 }  // namespace fusewire

@@ -8,7 +8,8 @@ namespace fusewire {
 class ShmGeometry {
  public:
   // `chunk_bytes` is what the user asks for, 0 for a choice by size. `crowded`: ranks outnumber cores.
-  ShmGeometry(int size, size_t chunk_bytes, bool crowded);
+  // `direct_bytes`: the smallest row that directly() is said of, 0 for a choice by size.
+  ShmGeometry(int size, size_t chunk_bytes, size_t direct_bytes, bool crowded);
 
   // The chunk for a reduction of `bytes` (in the type of the wire); 0: all at once.
   size_t for_reduction(size_t bytes) const;
@@ -19,12 +20,16 @@ class ShmGeometry {
   // The chunk where a rank gives at most `bytes` to others, who only copy them.
   size_t for_copying(size_t bytes) const;
 
+  // Whether `bytes` in `parts` are better read from where they lie (shm_direct.cc Note [Direct exchange]).
+  bool directly(size_t bytes, size_t parts) const;
+
  private:
   struct Row;
   size_t clamp(size_t chunk) const;
 
   int size_;
   size_t chunk_bytes_;
+  size_t direct_bytes_;
   bool crowded_;
 };
 

@@ -39,7 +39,8 @@ struct alignas(kShmLine) ShmHeader {
 struct alignas(kShmLine) ShmProgress {
   std::atomic<int64_t> reached[kShmStages];
   std::atomic<uint32_t> chunk_bytes;  // this rank's ShmOptions::chunk_bytes
-  std::atomic<uint32_t> crowded;      // whether this rank never spins
+  std::atomic<uint64_t> direct_bytes;
+  std::atomic<uint32_t> crowded;  // whether this rank never spins
 };
 
 // What a sleeping rank waits for: reached[stage] >= target on ranks [first, last).

@@ -15,21 +15,29 @@ using std::chrono::microseconds;
 
 constexpr OpKind kKinds[] = {OpKind::kAllgather, OpKind::kAlltoall, OpKind::kReduceScatter};
 
-ShmOptions small_chunks(int spin_us) {
+// Through slots, and by reading each other's memory.
+constexpr int64_t kNeverDirect = int64_t{1} << 40;
+constexpr int64_t kDirect[] = {kNeverDirect, 1};
+
+ShmOptions small_chunks(int spin_us, int64_t direct_bytes = kNeverDirect) {
   ShmOptions options;
   options.chunk_bytes = 1024;
+  options.direct_bytes = direct_bytes;
   options.spin = microseconds(spin_us);
   return options;
 }
 
-void run_both_ways(const std::vector<PartsCase>& cases, const ShmOptions& options) {
+void run_all_ways(const std::vector<PartsCase>& cases, ShmOptions options) {
   const int size = cases.front().base.size;
   const Expected expected = expect_all(cases);
   const auto body = [&](int rank, Backend& backend) { return run_cases(cases, expected, rank, backend); };
-  EXPECT_EQ(run_threads(size, options, body), "");
+  for (const int64_t direct_bytes : kDirect) {
+    options.direct_bytes = direct_bytes;
+    EXPECT_EQ(run_threads(size, options, body), "");
 #if !defined(__SANITIZE_THREAD__)  // it does not follow a fork of a process with threads
-  EXPECT_EQ(run_processes(size, options, body), "");
+    EXPECT_EQ(run_processes(size, options, body), "");
 #endif
+  }
 }
 
 class ShmParts : public ::testing::TestWithParam<int> {};
@@ -51,7 +59,7 @@ TEST_P(ShmParts, EveryTypeInEveryLayout) {
         cases.push_back(c.finish());
       }
     }
-    run_both_ways(cases, small_chunks(GetParam() > 2 ? 0 : 20));
+    run_all_ways(cases, small_chunks(GetParam() > 2 ? 0 : 20));
   }
 }
 
@@ -65,7 +73,7 @@ TEST_P(ShmParts, RanksWithoutRowsAndEmptyBuckets) {
       cases.push_back(PartsCase::make(kind, DataType::kInt8, GetParam(), {}, 1, seed).finish());
     }
   }
-  run_both_ways(cases, small_chunks(0));
+  run_all_ways(cases, small_chunks(0));
 }
 
 // One chunk, several, and those that do not fit the cut by a little.
@@ -77,7 +85,7 @@ TEST_P(ShmParts, RowsOnBothSidesOfAChunk) {
       cases.push_back(PartsCase::make(kind, DataType::kFloat16, GetParam(), {7, width, 1, width}, 2, 9).finish());
     }
   }
-  run_both_ways(cases, small_chunks(20));
+  run_all_ways(cases, small_chunks(20));
 }
 
 TEST_P(ShmParts, ManySmallTensorsAtDefaultChunks) {
@@ -89,7 +97,7 @@ TEST_P(ShmParts, ManySmallTensorsAtDefaultChunks) {
   }
   ShmOptions options;
   options.spin = microseconds(0);
-  run_both_ways(cases, options);
+  run_all_ways(cases, options);
 }
 
 TEST_P(ShmParts, ReduceScatterScalesAsTheAllreduceDoes) {
@@ -118,7 +126,7 @@ TEST_P(ShmParts, ReduceScatterScalesAsTheAllreduceDoes) {
     c.base.mixed = true;
     cases.push_back(c.finish());
   }
-  run_both_ways(cases, small_chunks(0));
+  run_all_ways(cases, small_chunks(0));
 }
 
 // Slots that are wanted while somebody reads them, under every kind in turn, with late and early ranks.
@@ -131,8 +139,8 @@ TEST(ShmPartsSlots, RewrittenOnlyWhenAllHaveRead) {
       cases.push_back(c.finish());
     }
     const Expected expected = expect_all(cases);
-    for (const int spin : {0, 20}) {
-      EXPECT_EQ(run_threads(size, small_chunks(spin),
+    for (const auto& [spin, direct_bytes] : {std::pair{0, kNeverDirect}, {20, kNeverDirect}, {0, int64_t{1}}}) {
+      EXPECT_EQ(run_threads(size, small_chunks(spin, direct_bytes),
                             [&](int rank, Backend& backend) -> std::string {
                               std::mt19937 random(static_cast<unsigned>(rank));
                               for (size_t i = 0; i < cases.size(); ++i) {
@@ -150,8 +158,8 @@ TEST(ShmPartsSlots, RewrittenOnlyWhenAllHaveRead) {
 
 // Where the output is (part of) the input's memory. `at`: how far into its output a rank's input begins.
 std::string run_aliased(OpKind kind, const std::vector<int64_t>& counts, int size,
-                        const std::function<int64_t(int rank)>& at) {
-  return run_threads(size, small_chunks(0), [&](int rank, Backend& backend) -> std::string {
+                        const std::function<int64_t(int rank)>& at, int64_t direct_bytes) {
+  return run_threads(size, small_chunks(0, direct_bytes), [&](int rank, Backend& backend) -> std::string {
     const auto value = [](int giver, int64_t i) { return static_cast<float>(giver * 100000 + i); };
     const auto n = static_cast<size_t>(size);
     const int64_t all = std::accumulate(counts.begin(), counts.end(), int64_t{0});
@@ -200,14 +208,30 @@ TEST(ShmPartsAliased, OutputsMayOverlapInputs) {
   const std::vector<int64_t> uneven = {3000, 1000, 2000};
   const auto offset = [&](int rank) { return std::accumulate(uneven.begin(), uneven.begin() + rank, int64_t{0}); };
   const auto same = [](int) { return int64_t{0}; };
-  EXPECT_EQ(run_aliased(OpKind::kAllgather, uneven, 3, offset), "");  // each input is its own part of the output
-  EXPECT_EQ(run_aliased(OpKind::kAllgather, uneven, 3, same), "");
-  EXPECT_EQ(run_aliased(OpKind::kReduceScatter, uneven, 3, [&](int rank) { return -offset(rank); }), "");
-  EXPECT_EQ(run_aliased(OpKind::kReduceScatter, uneven, 3, same), "");
-  EXPECT_EQ(run_aliased(OpKind::kReduceScatter, uneven, 3, [](int) { return int64_t{-700}; }), "");
   const std::vector<int64_t> square = {500, 1500, 1000, 1000, 1000, 1000, 1500, 500, 1000};
-  EXPECT_EQ(run_aliased(OpKind::kAlltoall, square, 3, same), "");
-  EXPECT_EQ(run_aliased(OpKind::kAlltoall, square, 3, [](int rank) { return int64_t{rank * 300 - 300}; }), "");
+  for (const int64_t direct : kDirect) {
+    EXPECT_EQ(run_aliased(OpKind::kAllgather, uneven, 3, offset, direct), "");  // its own part of the output
+    EXPECT_EQ(run_aliased(OpKind::kAllgather, uneven, 3, same, direct), "");
+    EXPECT_EQ(run_aliased(OpKind::kReduceScatter, uneven, 3, [&](int rank) { return -offset(rank); }, direct), "");
+    EXPECT_EQ(run_aliased(OpKind::kReduceScatter, uneven, 3, same, direct), "");
+    EXPECT_EQ(run_aliased(OpKind::kReduceScatter, uneven, 3, [](int) { return int64_t{-700}; }, direct), "");
+    EXPECT_EQ(run_aliased(OpKind::kAlltoall, square, 3, same, direct), "");
+    EXPECT_EQ(
+        run_aliased(OpKind::kAlltoall, square, 3, [](int rank) { return int64_t{rank * 300 - 300}; }, direct), "");
+  }
+}
+
+// Large parts lie where the user has them, small ones are packed; both in one table, in turn.
+TEST(ShmPartsDirect, PartsInPlaceAndPackedOnes) {
+  for (const OpKind kind : {OpKind::kAllgather, OpKind::kAlltoall}) {
+    std::vector<PartsCase> cases;
+    for (uint64_t seed = 0; seed < 6; ++seed) {
+      PartsCase c = PartsCase::make(kind, DataType::kFloat32, 3, {30'000, 3, 5, 20'000, 20'000, 7, 9000, 1}, 2, seed);
+      c.base.mixed = seed % 2 == 1;
+      cases.push_back(c.finish());
+    }
+    run_all_ways(cases, small_chunks(0));
+  }
 }
 
 TEST(ShmPartsFaults, CountsThatContradictTheViewsAreRefused) {
@@ -232,7 +256,7 @@ TEST(ShmPartsFaults, CountsThatContradictTheViewsAreRefused) {
 // Rank 1 never comes; the others wait for what it gives, or for a slot that it has not read.
 TEST(ShmPartsFaults, AbortReachesThoseWhoWait) {
   for (const OpKind kind : kKinds) {
-    for (const int64_t width : {4, 4'000'000}) {
+    for (const int64_t width : {4, 100'000, 4'000'000}) {
       const std::string faults = run_threads(3, {}, [&](int rank, Backend& backend) -> std::string {
         if (rank == 1) {
           std::this_thread::sleep_for(std::chrono::milliseconds(5));
@@ -257,6 +281,55 @@ TEST(ShmPartsFaults, AbortReachesThoseWhoWait) {
     }
   }
 }
+
+// A process that is killed while its memory is read: the reader waits until somebody who knows aborts.
+#if !defined(__SANITIZE_THREAD__)
+TEST(ShmPartsFaults, AbortFreesTheReadersOfAKilledProcess) {
+  constexpr int64_t kCount = 1 << 18;
+  SharedPages region(shm_region_bytes(2));
+  const auto make = [&](int rank) {
+    ShmOptions options;
+    options.rank = rank;
+    options.size = 2;
+    options.spin = microseconds(0);
+    options.direct_bytes = 1;
+    return make_shm_backend(region.data(), options);
+  };
+  std::vector<float> in(kCount, 1.0f);
+  std::vector<float> out(2 * kCount);
+  Bucket bucket;
+  bucket.kind = OpKind::kAllgather;
+  bucket.elements = kCount;
+  bucket.segments = {{contiguous_view(in.data(), DataType::kFloat32, {kCount}),
+                      contiguous_view(out.data(), DataType::kFloat32, {2 * kCount}),
+                      {kCount, kCount}}};
+  const pid_t victim = fork();
+  if (victim == 0) {
+    const auto backend = make(1);
+    for (;;) backend->run(bucket);
+  }
+  const auto backend = make(0);
+  for (int i = 0; i < 3; ++i) backend->run(bucket);
+  std::atomic<int> code{-1};
+  std::atomic<int64_t> runs{0};
+  std::thread reader([&] {
+    try {
+      for (;; ++runs) backend->run(bucket);
+    } catch (const Error& error) {
+      code = static_cast<int>(error.code());
+    }
+  });
+  while (runs.load() < 100) std::this_thread::yield();
+  kill(victim, SIGKILL);
+  int status = 0;
+  waitpid(victim, &status, 0);
+  std::this_thread::sleep_for(std::chrono::milliseconds(20));
+  EXPECT_EQ(code.load(), -1);  // not before it is told
+  backend->abort();
+  reader.join();
+  EXPECT_EQ(code.load(), static_cast<int>(ErrorCode::kPeerLost));
+}
+#endif
 
 }  // namespace
 }  // namespace fusewire::testing
