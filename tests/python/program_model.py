@@ -194,6 +194,7 @@ def programs(draw) -> Program:
     knobs = {
         "cache_capacity": str(draw(st.sampled_from([0, 1, 2, 4096]))),
         "fusion_threshold": str(draw(st.sampled_from([0, 100, 1 << 20]))),
+        "shm_chunk": str(draw(st.sampled_from([0, 1024]))),
         "stall_abort_time": "60",
     }
     subsets = st.lists(st.sampled_from(everyone), min_size=1, max_size=size, unique=True).map(

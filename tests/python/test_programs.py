@@ -10,7 +10,8 @@ from program_model import Mismatch, Operation, Program, dissenting, expected, pr
 
 import fusewire as fw
 
-EXAMPLES = 2000 if os.environ.get("CI") else 200
+CI = bool(os.environ.get("CI"))
+EXAMPLES = 2000 if CI else 200
 
 
 def submit(engine, operation: Operation, rank: int, sets):
@@ -96,7 +97,11 @@ def wait_all(pending):
 
 
 @settings(
-    max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large]
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=CI,  # the same verdict for the same code
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
 )
 @given(programs())
 @pytest.mark.timeout(1800)
