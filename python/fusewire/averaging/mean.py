@@ -162,13 +162,27 @@ def _weighted(tensors: list[torch.Tensor], weights: Weights, peers: Peers, optio
     exponent = math.frexp(total)[1]  # a power of two is exact, and keeps the products below the largest parameter
     own, total = math.ldexp(own, -exponent), math.ldexp(total, -exponent)
     with torch.no_grad():
-        for number, pieces in enumerate(_pieces(tensors)):
-            products = [piece.to(_wide(piece), copy=True) for piece in pieces]
-            for product in products:
+        scratch: dict[torch.device, torch.Tensor] = {}
+        rounds = list(_pieces(tensors))
+        longest = max(sum(map(_doubles, pieces)) for pieces in rounds)
+        for number, pieces in enumerate(rounds):
+            products = []
+            begin = 0
+            for piece in pieces:
+                if piece.device not in scratch:
+                    scratch[piece.device] = torch.empty(longest, dtype=torch.float64, device=piece.device)
+                product = scratch[piece.device][begin : begin + _doubles(piece)].view(_wide(piece))[: piece.numel()]
+                begin += _doubles(piece)
+                products.append(product.view(piece.shape).copy_(piece))
                 product.mul_(own) if own else product.zero_()  # 0 times infinity would be everybody's NaN
             ops.grouped_allreduce_(products, op=ops.Sum, name=f"{NAME}.weighted.{number}", **options)
             for piece, product in zip(pieces, products, strict=True):
                 piece.copy_(product.div_(total))
+
+
+def _doubles(tensor: torch.Tensor) -> int:
+    """Room for the tensor's numbers in double precision, in doubles; even, so that complex ones are aligned."""
+    return 2 * tensor.numel() if tensor.is_complex() else tensor.numel() + tensor.numel() % 2
 
 
 def _own_weight(weights: Weights, peers: Peers) -> tuple[float, str]:
@@ -192,18 +206,17 @@ def _wide(tensor: torch.Tensor) -> torch.dtype:
 
 def _pieces(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
     """Views that together cover all tensors, in lists whose temporaries stay small."""
-    limit = max(_SMALLEST_PIECE, sum(tensor.nbytes for tensor in tensors) // _PIECES)
+    limit = max(_SMALLEST_PIECE, sum(tensor.nbytes for tensor in tensors) // _PIECES) // 8  # doubles
     pieces: list[torch.Tensor] = []
     size = 0
     for tensor in tensors:
-        width = _wide(tensor).itemsize
         longest = max(range(tensor.dim()), key=tensor.size, default=None)
-        rows = 1 if longest is None else max(1, tensor.size(longest) * limit // max(1, tensor.numel() * width))
+        rows = 1 if longest is None else max(1, tensor.size(longest) * limit // max(1, _doubles(tensor)))
         for piece in (tensor,) if longest is None else tensor.split(rows, longest):
-            if pieces and size + piece.numel() * width > limit:
+            if pieces and size + _doubles(piece) > limit:
                 yield pieces
                 pieces, size = [], 0
             pieces.append(piece)
-            size += piece.numel() * width
+            size += _doubles(piece)
     if pieces:
         yield pieces
