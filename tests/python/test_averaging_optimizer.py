@@ -492,6 +492,15 @@ def test_forms_that_a_scaler_would_skip_refuse_it():
 
     w = torch.nn.Parameter(torch.full((1,), float(fw.rank())))
 
+    class Function:
+        """An averager that uses the function."""
+
+        step = 0
+
+        def average_parameters(self, params):
+            fw.averaging.average_parameters(params)
+            self.step += 1
+
     class Derived(torch.optim.SGD):
         def step(self, closure=None):
             super().step(closure)
@@ -508,7 +517,7 @@ def test_forms_that_a_scaler_would_skip_refuse_it():
         return optimizer
 
     for form in (by_hook, derived, lambda averager: Torchs(torch.optim.SGD([w], lr=1.0), averager)):
-        for make in (lambda: PeriodicModelAverager(2, 5), lambda: HierarchicalModelAverager({2: 2}, 5)):
+        for make in (lambda: PeriodicModelAverager(2, 5), lambda: HierarchicalModelAverager({2: 2}, 5), Function):
             averager = make()
             optimizer = form(averager)
             scaler = torch.amp.GradScaler("cpu")

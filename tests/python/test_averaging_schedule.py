@@ -108,19 +108,26 @@ def test_a_hierarchy_inside_of_a_process_set():
 class Mine(ModelAverager):
     """A user's own: averages at the steps of a list."""
 
-    def __init__(self, steps):
-        super().__init__()
+    def __init__(self, steps, **options):
+        super().__init__(**options)
         self.steps = steps
 
     def average_parameters(self, params):
         if self.step in self.steps:
-            fw.averaging.average_parameters(params, self.process_group)
+            fw.averaging.average_parameters(params, self.process_group, buffers=self.buffers, weights=self.weights)
         self.step += 1
 
 
 @ranks(2)
 def test_a_derived_averager():
     follow(Mine([0, 1, 7]), lambda t: [[0, 1]] if t in (0, 1, 7) else [])
+    both = torch.full((2,), float(fw.rank())), torch.full((3,), float(fw.rank()))
+    averager = Mine([0, 1], buffers=iter(both[1:]), weights=iter([1, 3]))
+    for _ in range(2):  # what was read once is kept
+        averager.average_parameters(both[:1])
+        for tensor in both:
+            assert tensor.tolist() == [0.75] * len(tensor)
+            tensor.fill_(float(fw.rank()))
 
 
 def test_the_base_class_is_abstract():

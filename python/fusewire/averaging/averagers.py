@@ -55,19 +55,16 @@ class ModelAverager(ABC):
         self._engine = engine
         self.process_group = self._peers.group
         self.buffers = buffers if buffers is None or isinstance(buffers, torch.nn.Module) else list(buffers)
-        self.weights = weights
+        self.weights = list(weights) if isinstance(weights, Iterator) else weights
         self.step = 0
 
     @abstractmethod
     def average_parameters(self, params: Parameters) -> None:
         """Averages the parameters if it is time to; counts one step."""
 
-    def averaging(self, params: Parameters) -> contextlib.AbstractContextManager[None]:
-        """A context for one training step: `average_parameters(params)` is called at its end, unless it raised."""
-        return self._averaging(params)
-
     @contextlib.contextmanager
-    def _averaging(self, params: Parameters) -> Iterator[None]:
+    def averaging(self, params: Parameters) -> Iterator[None]:
+        """A context for one training step: `average_parameters(params)` is called at its end, unless it raised."""
         yield
         self.average_parameters(params)
 
