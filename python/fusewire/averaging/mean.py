@@ -54,12 +54,13 @@ def average(
             "there are no parameters to average: the list is empty, or it is a generator that was read before. Call "
             "model.parameters() anew each time, or pass list(model.parameters())"
         )
-    running_engine(engine)
+    running = running_engine(engine)
     named = _distinct(named + _labelled_buffers(buffers))
     options = {"process_set": peers.process_set, "engine": engine}
     try:
         if weights is None:
-            _plain([tensor for _, tensor in named], peers, options)
+            size = len(running.members(peers.process_set.registered_id()))
+            _plain([tensor for _, tensor in named], size, options)
         else:
             _weighted([tensor for _, tensor in named], weights, peers, options)
     except TensorMismatchError as error:
@@ -127,17 +128,20 @@ def _naming(error: TensorMismatchError, labels: list[str]) -> TensorMismatchErro
     return TensorMismatchError(text)
 
 
-def _plain(tensors: list[torch.Tensor], peers: Peers, options: dict[str, Any]) -> None:
-    """The mean over all peers that are there. A rank that has joined (`fusewire.join`) brings zeros, and a sum that is
-    divided by the number of all of them would be too small: the mean of a 1 from everybody tells."""
+def _plain(tensors: list[torch.Tensor], size: int, options: dict[str, Any]) -> None:
+    """The mean over those of `size` ranks that are there.
+
+    A rank that has joined (`fusewire.join`) brings zeros, and a sum that is divided by the number of all of them would be
+    too small: the mean of a 1 from everybody tells.
+    """
     there = torch.ones(())
     ops.grouped_allreduce_([*tensors, there], name=NAME, **options)
-    count = round(float(there) * len(peers.ranks))
-    if count < len(peers.ranks):
+    count = round(float(there) * size)
+    if count < size:
         with torch.no_grad():
             for tensor in tensors:
                 if tensor.is_floating_point() or tensor.is_complex():
-                    tensor.mul_(len(peers.ranks) / count)
+                    tensor.mul_(size / count)
 
 
 # Note [Weighted means]
