@@ -131,8 +131,8 @@ def _naming(error: TensorMismatchError, labels: list[str]) -> TensorMismatchErro
 def _plain(tensors: list[torch.Tensor], size: int, options: dict[str, Any]) -> None:
     """The mean over those of `size` ranks that are there.
 
-    A rank that has joined (`fusewire.join`) brings zeros, and a sum that is divided by the number of all of them would be
-    too small: the mean of a 1 from everybody tells.
+    A rank that has joined (`fusewire.join`) brings zeros, and a sum that is divided by the number of all ranks would
+    be too small: the mean of a 1 from everybody tells.
     """
     there = torch.ones(())
     ops.grouped_allreduce_([*tensors, there], name=NAME, **options)
