@@ -49,6 +49,15 @@ def tool(name: str) -> str:
     )
 
 
+def cuda_settings() -> dict[str, str]:
+    """FUSEWIRE_CUDA=1 demands the CUDA kernels, 0 leaves them out; otherwise they are built where nvcc is found."""
+    wanted, choices = os.environ.get("FUSEWIRE_CUDA", ""), {"": "AUTO", "1": "ON", "0": "OFF"}
+    if wanted not in choices:
+        fail(f"FUSEWIRE_CUDA={wanted!r} is neither 1 nor 0.", "unset FUSEWIRE_CUDA")
+    architectures = os.environ.get("FUSEWIRE_CUDA_ARCHITECTURES", "").replace(" ", ";")
+    return {"FUSEWIRE_CUDA": choices[wanted], "FUSEWIRE_CUDA_ARCHITECTURES": architectures}
+
+
 def check_compiler() -> None:
     compiler = os.environ.get("CXX") or shutil.which("c++") or shutil.which("g++") or shutil.which("clang++")
     advice = "apt-get install g++   (or set CXX to GCC >= 11 or Clang >= 14)"
@@ -87,6 +96,7 @@ class CMakeBuild(build_ext):
 
     def compile(self) -> None:
         settings = torch_settings() | {
+            **cuda_settings(),
             "FUSEWIRE_PYTHON": "ON",
             "FUSEWIRE_VERSION": self.distribution.get_version(),
             "FUSEWIRE_PYTHON_INCLUDE_DIR": sysconfig.get_path("include"),

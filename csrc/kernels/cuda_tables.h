@@ -35,7 +35,7 @@ struct Layout {
 };
 
 // A run of logical elements of one tensor.
-struct Piece {
+struct alignas(16) Piece {
   uint64_t tensor = 0;  // address of the tensor's (or, when contiguous, the run's) first element; 0: absent
   uint64_t buffer = 0;  // where the run begins in the buffer, in bytes
   uint64_t count = 0;   // elements

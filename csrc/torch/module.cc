@@ -2,6 +2,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include "common/types.h"
+#include "kernels/cuda_kernels.h"
 #include "kernels/kernels.h"
 #include "torch/bind_hooks.h"
 #include "torch/bind_ops.h"
@@ -25,6 +26,15 @@ void register_codes(py::module_& module) {
   module.attr("BFLOAT16") = static_cast<int>(DataType::kBFloat16);
 }
 
+// The kernels that nvcc has compiled into this module, or null.
+const CudaKernels* cuda_kernels() {
+#ifdef FUSEWIRE_WITH_CUDA
+  return &kCudaKernels;
+#else
+  return nullptr;
+#endif
+}
+
 }  // namespace
 }  // namespace fusewire::binding
 
@@ -32,6 +42,9 @@ PYBIND11_MODULE(_core, module) {
   using namespace fusewire::binding;
   module.doc() = "The C++ part of Fusewire. Use the functions of the package fusewire instead.";
   module.def("isa", [] { return std::string(fusewire::cpu_kernels().isa); }, "The instruction set of the CPU kernels.");
+  module.def(
+      "has_cuda_kernels", [] { return cuda_kernels() != nullptr && cuda_kernels()->pack != nullptr; },
+      "Whether the CUDA kernels were compiled in.");
   register_errors(module);
   register_codes(module);
   register_engine(module);

@@ -50,6 +50,7 @@ def _data_planes() -> Iterator[Row]:
     import torch
 
     yield "CPU kernels", GOOD, f"instruction set: {_isa()}"
+    yield "CUDA kernels", *_cuda_kernels()
     yield "shm", GOOD, "CPU tensors between the ranks of one host"
     cuda = f"torch sees {torch.cuda.device_count()} GPU(s)" if torch.cuda.is_available() else "torch sees no GPU"
     yield "CUDA, NCCL", OFF, f"not in this version ({cuda}); CPU tensors only"
@@ -62,6 +63,14 @@ def _isa() -> str:
     except ImportError as error:
         return f"unknown ({error})"
     return _core.isa() if hasattr(_core, "isa") else "picked at run time"
+
+
+def _cuda_kernels() -> tuple[str, str]:
+    built = _build.info()
+    architectures = getattr(built, "cuda", "")
+    if not architectures:
+        return OFF, f"not compiled in: {getattr(built, 'cuda_reason', '') or 'this build has no record of why'}"
+    return GOOD, f"compiled for {', '.join(architectures.split(';'))}; nothing calls them yet"
 
 
 def _machine() -> Iterator[Row]:

@@ -67,6 +67,26 @@ TEST(StandIn, AMissingWarpBarrierShows) {
   EXPECT_EQ(outcomes.size(), 2u);
 }
 
+// A warp that is several steps behind the others reads what they have written meanwhile.
+TEST(StandIn, WarpsRunAheadOfEachOther) {
+  std::set<unsigned> outcomes;
+  for (uint64_t s = 0; s < 64; ++s) {
+    seed(s);
+    unsigned shared = 0;
+    unsigned seen = 9;
+    launch(1, 64, [&] {
+      if (threadIdx.x < 32) {
+        if (threadIdx.x == 7) seen = shared;
+      } else {
+        for (int step = 0; step < 3; ++step) __syncwarp();
+        shared = 1;
+      }
+    });
+    outcomes.insert(seen);
+  }
+  EXPECT_EQ(outcomes, (std::set<unsigned>{0, 1}));
+}
+
 TEST(StandIn, BlocksComeInAnyOrder) {
   std::set<std::vector<unsigned>> orders;
   for (uint64_t s = 0; s < 8; ++s) {

@@ -30,7 +30,6 @@ struct Dot {
   bool aligned;
 };
 
-// Products of fp16, bf16 and fp32 numbers are exact in fp64, so a fused multiply-add changes nothing there.
 template <int kSources>
 __device__ inline void add_products(const double* x, double* sums) {
   int pair = 0;
@@ -154,13 +153,14 @@ __global__ void __launch_bounds__(kThreads) dot_kernel(Dot params) {
     if (at.slots > 1) {
       __threadfence();  // the partial sums are there before the arrival is
       if (atomicAdd(&params.arrivals[span], 1u) == at.slots - 1) {
+        __threadfence();  // others' arrivals have been seen: so will their partial sums be
         to_finish[warp] = span;
         params.arrivals[span] = 0;  // for the next launch
       }
     }
   }
   if (__syncthreads_or(lane_id() == 0 && to_finish[warp] != kNoSpan) == 0) return;
-  __threadfence();  // others' arrivals have been seen: so are their partial sums
+  __threadfence();  // of this thread: no line that was cached before those sums were written
   for (uint32_t w = 0; w < kWarpsPerBlock; ++w) {
     if (to_finish[w] != kNoSpan) finish_span<kPairs>(params, to_finish[w], sums_of);
   }

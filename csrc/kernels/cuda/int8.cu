@@ -57,8 +57,9 @@ __global__ void __launch_bounds__(kThreads) quantise_kernel(Quantisation params)
   }
   const float scale = static_cast<float>(largest / static_cast<W>(kLevels));
   const W divisor = scale == 0.0f ? static_cast<W>(1) : static_cast<W>(scale);
-  // The second pass finds the values in the innermost cache.
-#pragma unroll 8
+  // The second pass finds the values in the innermost cache. Not unrolled: registers would be spilled around the
+  // divisions' slow paths.
+#pragma unroll 1
   for (uint32_t i = lane_id(); i < params.block; i += kWarpLanes) {
     W level = 0;
     if (i < size) {

@@ -1,0 +1,114 @@
+#include "collective/cuda/runtime.h"
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "common/error.h"
+
+namespace fusewire {
+namespace {
+
+void check(cudaError_t error, const char* what) {
+  if (error == cudaSuccess) return;
+  throw Error(ErrorCode::kCollective, std::string(what) + ": " + cudaGetErrorString(error));
+}
+
+class CurrentDevice {
+ public:
+  explicit CurrentDevice(int device) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != device) check(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = before_ != device;
+  }
+  ~CurrentDevice() {
+    if (changed_) static_cast<void>(cudaSetDevice(before_));
+  }
+  CurrentDevice(const CurrentDevice&) = delete;
+  CurrentDevice& operator=(const CurrentDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+class Runtime : public CudaApi {
+ public:
+  Runtime(int device, const CudaKernels& kernels) : device_(device), kernels_(kernels) {}
+
+  Stream create_stream() override {
+    const CurrentDevice current(device_);
+    int lowest = 0;
+    int highest = 0;
+    check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
+    cudaStream_t stream = nullptr;
+    check(cudaStreamCreateWithPriority(&stream, cudaStreamNonBlocking, highest), "cudaStreamCreateWithPriority");
+    return stream;
+  }
+  void destroy_stream(Stream stream) override {
+    check(cudaStreamDestroy(static_cast<cudaStream_t>(stream)), "cudaStreamDestroy");
+  }
+  Event create_event() override {
+    const CurrentDevice current(device_);
+    cudaEvent_t event = nullptr;
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync), "cudaEventCreateWithFlags");
+    return event;
+  }
+  void destroy_event(Event event) override { check(cudaEventDestroy(as_event(event)), "cudaEventDestroy"); }
+
+  void record(Event event, Stream stream) override {
+    check(cudaEventRecord(as_event(event), static_cast<cudaStream_t>(stream)), "cudaEventRecord");
+  }
+  void wait(Stream stream, Event event) override {
+    check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), as_event(event), 0), "cudaStreamWaitEvent");
+  }
+  bool reached(Event event) override {
+    const cudaError_t error = cudaEventQuery(as_event(event));
+    if (error == cudaErrorNotReady) return false;
+    check(error, "cudaEventQuery");
+    return true;
+  }
+  void synchronize(Event event) override { check(cudaEventSynchronize(as_event(event)), "cudaEventSynchronize"); }
+
+  void* allocate(size_t bytes) override {
+    const CurrentDevice current(device_);
+    void* memory = nullptr;
+    check(cudaMalloc(&memory, bytes), "cudaMalloc");
+    return memory;
+  }
+  void free(void* memory) override { check(cudaFree(memory), "cudaFree"); }
+  void* allocate_pinned(size_t bytes) override {
+    const CurrentDevice current(device_);
+    void* memory = nullptr;
+    check(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable), "cudaHostAlloc");
+    return memory;
+  }
+  void free_pinned(void* memory) override { check(cudaFreeHost(memory), "cudaFreeHost"); }
+
+  void copy(void* to, const void* from, size_t bytes, Stream stream) override {
+    const CurrentDevice current(device_);
+    check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream)), "cudaMemcpyAsync");
+  }
+  void pack(const TransferArgs& args) override {
+    const CurrentDevice current(device_);
+    check(static_cast<cudaError_t>(kernels_.pack(args)), "the kernel pack");
+  }
+  void unpack(const TransferArgs& args) override {
+    const CurrentDevice current(device_);
+    check(static_cast<cudaError_t>(kernels_.unpack(args)), "the kernel unpack");
+  }
+
+ private:
+  static cudaEvent_t as_event(Event event) { return static_cast<cudaEvent_t>(event); }
+
+  int device_;
+  const CudaKernels& kernels_;
+};
+
+}  // namespace
+
+std::unique_ptr<CudaApi> make_cuda_runtime(int device, const CudaKernels& kernels) {
+  return std::make_unique<Runtime>(device, kernels);
+}
+
+}  // namespace fusewire

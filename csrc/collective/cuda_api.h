@@ -1,0 +1,46 @@
+// What data planes ask of CUDA, as an interface: streams, events, memory, copies, and the kernels. The real one is
+// collective/cuda/runtime.h; tests have a double that checks every program of streams and events for missing waits.
+//
+// Note [Order on streams]
+// Whatever takes a stream only puts work on it. Work on one stream runs in the order given, work on two in any order,
+// unless one of them waits for an event that was recorded on the other BEFORE the wait was asked for: waiting for an
+// event that has not been recorded yet waits for nothing. The host knows that work is done after synchronize(event), or
+// once reached(event) is true. Memory may be freed, and pinned memory touched by the host, only then.
+//
+// All functions throw Error (kCollective) when CUDA reports a failure, which may be that of earlier work.
+#pragma once
+
+#include <cstddef>
+
+#include "kernels/cuda_kernels.h"
+
+namespace fusewire {
+
+class CudaApi {
+ public:
+  using Stream = CudaStream;
+  using Event = void*;
+
+  virtual ~CudaApi() = default;
+
+  virtual Stream create_stream() = 0;  // of the highest priority; waits for no other, the default stream included
+  virtual void destroy_stream(Stream stream) = 0;
+  virtual Event create_event() = 0;  // without timing
+  virtual void destroy_event(Event event) = 0;
+
+  virtual void record(Event event, Stream stream) = 0;
+  virtual void wait(Stream stream, Event event) = 0;  // work put on the stream from now on
+  virtual bool reached(Event event) = 0;
+  virtual void synchronize(Event event) = 0;  // sleeps, spins on nothing
+
+  virtual void* allocate(size_t bytes) = 0;  // device memory
+  virtual void free(void* memory) = 0;
+  virtual void* allocate_pinned(size_t bytes) = 0;  // host memory that copies and kernels reach
+  virtual void free_pinned(void* memory) = 0;
+
+  virtual void copy(void* to, const void* from, size_t bytes, Stream stream) = 0;
+  virtual void pack(const TransferArgs& args) = 0;
+  virtual void unpack(const TransferArgs& args) = 0;
+};
+
+}  // namespace fusewire

@@ -1,0 +1,241 @@
+#include "simt/cuda_double.h"
+
+#include <algorithm>
+#include <cstring>
+#include <utility>
+
+#include "common/types.h"
+#include "kernels/cuda_tables.h"
+
+namespace fusewire::testing {
+namespace {
+
+size_t bytes_of(DataType type) {
+  switch (type) {
+    case DataType::kComplex64:
+    case DataType::kComplex128:
+      return size_of(type) / 2;  // tables count real numbers
+    default:
+      return size_of(type);
+  }
+}
+
+}  // namespace
+
+CudaDouble::~CudaDouble() {
+  const std::lock_guard lock(mutex_);
+  while (step()) {
+  }
+}
+
+void CudaDouble::mistake(std::string sentence) { mistakes_.push_back(std::move(sentence)); }
+
+std::vector<std::string> CudaDouble::mistakes() const {
+  const std::lock_guard lock(mutex_);
+  return mistakes_;
+}
+
+void CudaDouble::join(Clock& into, const Clock& other) {
+  for (const auto& [stream, number] : other) into[stream] = std::max(into[stream], number);
+}
+
+CudaApi::Stream CudaDouble::create_stream() {
+  const std::lock_guard lock(mutex_);
+  streams_.push_back(std::make_unique<StreamState>());
+  streams_.back()->number = next_stream_++;
+  return streams_.back().get();
+}
+
+void CudaDouble::destroy_stream(Stream stream) {
+  const std::lock_guard lock(mutex_);
+  while (!stream_of(stream).queue.empty() && step()) {
+  }
+  std::erase_if(streams_, [&](const auto& one) { return one.get() == stream; });
+}
+
+CudaApi::Event CudaDouble::create_event() {
+  const std::lock_guard lock(mutex_);
+  events_.push_back(std::make_unique<EventState>());
+  return events_.back().get();
+}
+
+void CudaDouble::destroy_event(Event event) {
+  const std::lock_guard lock(mutex_);
+  std::erase_if(events_, [&](const auto& one) { return one.get() == event; });
+}
+
+void CudaDouble::record(Event event, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  auto snapshot = std::make_shared<Snapshot>();
+  event_of(event).last = snapshot;
+  StreamState& on = stream_of(stream);
+  join(on.clock, host_);
+  snapshot->clock = on.clock;
+  on.queue.push_back({.run = nullptr, .waits_for = nullptr, .reaches = snapshot});
+  some_steps();
+}
+
+void CudaDouble::wait(Stream stream, Event event) {
+  const std::lock_guard lock(mutex_);
+  const auto& snapshot = event_of(event).last;
+  if (snapshot == nullptr) return mistake("a stream waits for an event that was never recorded: it waits for nothing");
+  StreamState& on = stream_of(stream);
+  join(on.clock, snapshot->clock);
+  on.queue.push_back({.run = nullptr, .waits_for = snapshot, .reaches = nullptr});
+  some_steps();
+}
+
+bool CudaDouble::reached(Event event) {
+  const std::lock_guard lock(mutex_);
+  some_steps();
+  const auto& snapshot = event_of(event).last;
+  if (snapshot == nullptr) {
+    mistake("the host asks for an event that was never recorded: it counts as reached");
+    return true;
+  }
+  if (snapshot->reached) join(host_, snapshot->clock);
+  return snapshot->reached;
+}
+
+void CudaDouble::synchronize(Event event) {
+  const std::lock_guard lock(mutex_);
+  const auto snapshot = event_of(event).last;
+  if (snapshot == nullptr) return mistake("the host waits for an event that was never recorded: it waits for nothing");
+  while (!snapshot->reached && step()) {
+  }
+  join(host_, snapshot->clock);
+}
+
+void* CudaDouble::take(size_t bytes, bool pinned) {
+  const std::lock_guard lock(mutex_);
+  auto memory = std::make_unique<unsigned char[]>(bytes + 1);
+  std::memset(memory.get(), 0xdb, bytes);
+  void* const at = memory.get();
+  allocations_.emplace(at, Allocation{std::move(memory), bytes, pinned});
+  return at;
+}
+
+void CudaDouble::release(void* memory, bool pinned) {
+  const std::lock_guard lock(mutex_);
+  const auto found = allocations_.find(memory);
+  if (found == allocations_.end() || found->second.pinned != pinned) {
+    return mistake("memory is freed that was not allocated, or as the wrong kind");
+  }
+  const size_t before = mistakes_.size();
+  const auto begin = reinterpret_cast<uintptr_t>(memory);
+  const Access all{"free", begin, begin + found->second.size, true, kHost, ++host_number_};
+  check(all, host_);
+  // What comes next may be given the same addresses.
+  std::erase_if(accesses_, [&](const Access& one) { return one.begin < all.end && all.begin < one.end; });
+  // Work that is still to come would write to memory of others: a mistake is enough.
+  if (mistakes_.size() > before) drain();
+  allocations_.erase(found);
+}
+
+void* CudaDouble::allocate(size_t bytes) { return take(bytes, false); }
+void CudaDouble::free(void* memory) { release(memory, false); }
+void* CudaDouble::allocate_pinned(size_t bytes) { return take(bytes, true); }
+void CudaDouble::free_pinned(void* memory) { release(memory, true); }
+
+void CudaDouble::copy(void* to, const void* from, size_t bytes, Stream stream) {
+  launch("copy", stream, {{from, bytes, false}, {to, bytes, true}}, [=] { std::memcpy(to, from, bytes); });
+}
+
+void CudaDouble::pack(const TransferArgs& args) {
+  launch("pack", args.stream, uses_of(args, true), [args] { kCudaKernels.pack(args); });
+}
+
+void CudaDouble::unpack(const TransferArgs& args) {
+  launch("unpack", args.stream, uses_of(args, false), [args] { kCudaKernels.unpack(args); });
+}
+
+// From the table as it is now: what writes it comes before, or the check of the table itself fails. A strided tensor
+// counts with the elements between its own, too.
+std::vector<CudaDouble::Use> CudaDouble::uses_of(const TransferArgs& args, bool packs) const {
+  const auto* table = static_cast<const unsigned char*>(args.table);
+  const auto* pieces = reinterpret_cast<const cuda::Piece*>(table + cuda::pieces_offset(args.pieces));
+  const auto* layouts = reinterpret_cast<const cuda::Layout*>(table + cuda::layouts_offset(args.pieces));
+  std::vector<Use> uses = {{table, cuda::layouts_offset(args.pieces), false}};
+  for (uint32_t p = 0; p < args.pieces; ++p) {
+    const cuda::Piece& piece = pieces[p];
+    const auto* buffer = static_cast<const unsigned char*>(args.buffer) + piece.buffer;
+    uses.push_back({buffer, piece.count * bytes_of(args.wire), packs});
+    if (piece.tensor == 0) continue;
+    uint64_t extent = piece.count;
+    if (piece.layout != 0) {
+      const cuda::Layout& layout = layouts[piece.layout - 1];
+      extent = 1;
+      for (int d = 0; d < layout.dims; ++d) {
+        extent += (layout.sizes[d].divisor - 1) * static_cast<uint64_t>(layout.strides[d]);
+      }
+    }
+    uses.push_back({reinterpret_cast<const void*>(piece.tensor), extent * bytes_of(args.dtype), !packs});
+  }
+  return uses;
+}
+
+void CudaDouble::launch(const std::string& name, Stream stream, std::vector<Use> uses, std::function<void()> work) {
+  const std::lock_guard lock(mutex_);
+  StreamState& on = stream_of(stream);
+  join(on.clock, host_);
+  const uint64_t number = on.clock[on.number] + 1;
+  for (const Use& use : uses) {
+    const auto begin = reinterpret_cast<uintptr_t>(use.memory);
+    const Access access{name, begin, begin + use.bytes, use.writes, on.number, number};
+    check(access, on.clock);
+    accesses_.push_back(access);
+  }
+  on.clock[on.number] = number;
+  on.queue.push_back({.run = std::move(work), .waits_for = nullptr, .reaches = nullptr});
+  some_steps();
+}
+
+void CudaDouble::host_uses(const void* memory, size_t bytes, bool writes) {
+  const std::lock_guard lock(mutex_);
+  const auto begin = reinterpret_cast<uintptr_t>(memory);
+  const Access access{"the host", begin, begin + bytes, writes, kHost, ++host_number_};
+  check(access, host_);
+  host_[kHost] = host_number_;  // whatever is asked for from now on comes after this
+  accesses_.push_back(access);
+}
+
+void CudaDouble::check(const Access& access, const Clock& clock) {
+  for (const Access& before : accesses_) {
+    if (before.stream == access.stream || before.begin >= access.end || access.begin >= before.end) continue;
+    if (!before.writes && !access.writes) continue;
+    const auto known = clock.find(before.stream);
+    if (known != clock.end() && known->second >= before.number) continue;
+    const auto verb = [](const Access& one) { return one.writes ? " writes" : " reads"; };
+    return mistake(access.name + verb(access) + " what " + before.name + verb(before) +
+                   ", and nothing says that it is done with it");
+  }
+}
+
+bool CudaDouble::step() {
+  std::vector<StreamState*> ready;
+  for (const auto& stream : streams_) {
+    if (stream->queue.empty()) continue;
+    const Work& next = stream->queue.front();
+    if (next.waits_for == nullptr || next.waits_for->reached) ready.push_back(stream.get());
+  }
+  if (ready.empty()) return false;
+  StreamState& chosen = *ready[random_() % ready.size()];
+  const Work work = std::move(chosen.queue.front());
+  chosen.queue.pop_front();
+  if (work.run) work.run();
+  if (work.reaches != nullptr) work.reaches->reached = true;
+  return true;
+}
+
+void CudaDouble::some_steps() {
+  for (uint64_t n = random_() % 3; n > 0 && step(); --n) {
+  }
+}
+
+void CudaDouble::drain() {
+  const std::lock_guard lock(mutex_);
+  while (step()) {
+  }
+}
+
+}  // namespace fusewire::testing
