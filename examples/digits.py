@@ -2,12 +2,14 @@
 
     python examples/digits.py                     # starts two ranks itself
     fusewire run -n 4 examples/digits.py          # or under any launcher: torchrun, mpirun, srun
+    python examples/digits.py --compression powersgd
 
 Each rank trains on its own share of the data. The lines that matter are marked 1 to 4.
 """
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import os
 
@@ -20,6 +22,14 @@ import fusewire
 
 EPOCHS = 15
 BATCH = 32  # per rank
+COMPRESSIONS = {
+    "none": fusewire.Compression.none,
+    "fp16": fusewire.Compression.fp16,
+    "bf16": fusewire.Compression.bf16,
+    "int8": fusewire.Compression.int8(),
+    "powersgd": fusewire.Compression.powersgd(rank=2),
+    "topk": fusewire.Compression.topk(ratio=0.1),
+}
 LAUNCHER_VARIABLES = ("RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "SLURM_PROCID")
 
 
@@ -56,7 +66,7 @@ def checksum(model: nn.Module) -> str:
     return digest.hexdigest()[:16]
 
 
-def train() -> tuple[float, str]:
+def train(compression: str = "none") -> tuple[float, str]:
     """One rank's work. Returns (accuracy on all test images, checksum of the weights)."""
     fusewire.init()  # 1. meet the other ranks
     rank, size = fusewire.rank(), fusewire.size()
@@ -69,7 +79,9 @@ def train() -> tuple[float, str]:
     model = make_model()
     fusewire.broadcast_parameters(model.state_dict(), root_rank=0)  # 3. everybody starts from rank 0's weights
     optimizer = torch.optim.Adam(model.parameters(), lr=2e-3)
-    optimizer = fusewire.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())  # 4. average
+    optimizer = fusewire.DistributedOptimizer(  # 4. average the gradients
+        optimizer, named_parameters=model.named_parameters(), compression=COMPRESSIONS[compression]
+    )
 
     steps = len(train_labels) // (BATCH * size)  # the same number on every rank, whatever its share
     for epoch in range(EPOCHS):
@@ -98,9 +110,12 @@ def train() -> tuple[float, str]:
 
 
 if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--compression", choices=COMPRESSIONS, default="none", help="how gradients travel")
+    chosen = parser.parse_args().compression
     if any(variable in os.environ for variable in LAUNCHER_VARIABLES):
-        train()
+        train(chosen)
     else:
-        results = fusewire.run(train, n=2)
+        results = fusewire.run(train, n=2, args=[chosen])
         if len({weights for _, weights in results}) != 1:
             raise SystemExit("the ranks hold different weights")

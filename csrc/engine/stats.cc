@@ -52,8 +52,11 @@ HistogramSnapshot LogHistogram::snapshot() const {
 // ---------------------------------------------------------------------------------------------------------------------
 
 void StatsCounters::ended(OpKind kind, bool skipped) {
-  if (skipped) skipped_.fetch_add(1, std::memory_order_relaxed);
-  kinds_[static_cast<size_t>(kind)].other.add(1);
+  if (skipped) {
+    skipped_.fetch_add(1, std::memory_order_relaxed);
+  } else {
+    kinds_[static_cast<size_t>(kind)].other.add(1);
+  }
 }
 
 void StatsCounters::ran(OpKind kind, size_t units, int64_t bytes, uint64_t duration_ticks, bool by_executor) {

@@ -163,6 +163,8 @@ void register_engine(py::module_& module) {
       .def(
           "members", [](PyEngine& engine, uint32_t set) { return engine.get().members(set); }, py::arg("process_set"),
           "Global ranks of a process set, sorted. Raises ValueError when there is no such set.")
+      .def("next_optimizer", &PyEngine::next_optimizer, py::arg("process_set"),
+           "A prefix for the names of one optimizer's operations; ranks that ask in the same order get the same.")
       .def("stats", stats_of, "What the engine has counted since it was made: see fusewire.stats().")
       .def(
           "start_timeline",

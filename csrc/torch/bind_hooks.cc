@@ -22,23 +22,23 @@ std::shared_ptr<void> shared(py::object object) {
 
 py::handle borrowed(const std::shared_ptr<void>& object) { return static_cast<PyObject*>(object.get()); }
 
-class ForeignCompressor final : public PythonCompressor {
+// A callable: (prefix, [(name, parameter, value or None, sparse)]) -> [tensor].
+class PythonExchange final : public Exchange {
  public:
-  explicit ForeignCompressor(py::object compression) : compression_(shared(std::move(compression))) {}
+  explicit PythonExchange(py::object callable) : callable_(shared(std::move(callable))) {}
 
-  Compressed compress(const at::Tensor& tensor) override {
+  std::vector<at::Tensor> run(const std::string& prefix, const std::vector<Item>& items) override {
     py::gil_scoped_acquire gil;
-    const auto pair = borrowed(compression_).attr("compress")(tensor).cast<std::pair<at::Tensor, py::object>>();
-    return {pair.first, shared(pair.second)};
-  }
-
-  at::Tensor decompress(const at::Tensor& tensor, const std::shared_ptr<void>& context) override {
-    py::gil_scoped_acquire gil;
-    return borrowed(compression_).attr("decompress")(tensor, borrowed(context)).cast<at::Tensor>();
+    py::list list;
+    for (const Item& item : items) {
+      const py::object value = item.value.defined() ? py::cast(item.value) : py::none();
+      list.append(py::make_tuple(item.name, item.parameter, value, item.sparse));
+    }
+    return borrowed(callable_)(prefix, list).cast<std::vector<at::Tensor>>();
   }
 
  private:
-  std::shared_ptr<void> compression_;
+  std::shared_ptr<void> callable_;
 };
 
 // What the Python optimizer owns. The hooks refer to the reducer weakly, so letting go of this ends the reducer.
@@ -61,7 +61,7 @@ class Reducer {
 
 std::unique_ptr<Reducer> make_reducer(const py::object& engine, int op, double prescale, double postscale,
                                       uint32_t process_set, std::optional<int> wire, int passes, bool sparse_as_dense,
-                                      const py::object& compressor) {
+                                      py::object exchange, bool compressed) {
   PyEnginePtr holder;
   ReducerOptions options;
   options.engine = engine_of(engine.ptr(), holder);
@@ -73,7 +73,8 @@ std::unique_ptr<Reducer> make_reducer(const py::object& engine, int op, double p
   if (wire) options.wire = static_cast<DataType>(*wire);
   options.passes = passes;
   options.sparse_as_dense = sparse_as_dense;
-  if (!compressor.is_none()) options.compressor = std::make_unique<ForeignCompressor>(compressor);
+  options.exchange = std::make_unique<PythonExchange>(std::move(exchange));
+  options.compressed = compressed;
   return std::make_unique<Reducer>(std::move(options));
 }
 
@@ -82,8 +83,8 @@ std::unique_ptr<Reducer> make_reducer(const py::object& engine, int op, double p
 void register_hooks(py::module_& module) {
   py::class_<Reducer>(module, "GradReducer", "The gradients of one optimizer. See csrc/torch/grad_reducer.h.")
       .def(py::init(&make_reducer), py::arg("engine"), py::arg("op"), py::arg("prescale"), py::arg("postscale"),
-           py::arg("process_set"), py::arg("wire"), py::arg("passes"), py::arg("sparse_as_dense"),
-           py::arg("compressor"))
+           py::arg("process_set"), py::arg("wire"), py::arg("passes"), py::arg("sparse_as_dense"), py::arg("exchange"),
+           py::arg("compressed"))
       .def(
           "add",
           [](Reducer& reducer, const std::vector<std::string>& names, const std::vector<at::Tensor>& parameters,
@@ -91,6 +92,14 @@ void register_hooks(py::module_& module) {
           py::arg("names"), py::arg("parameters"), py::arg("missed"), NoGil())
       .def(
           "synchronize", [](Reducer& reducer) { reducer.get().synchronize(); }, NoGil())
+      .def(
+          "rebind",
+          [](Reducer& reducer, const PyEnginePtr& engine, uint32_t process_set) {
+            std::string prefix = engine->next_optimizer(process_set);
+            py::gil_scoped_release no_gil;
+            reducer.get().rebind(engine, std::move(prefix), process_set);
+          },
+          py::arg("engine"), py::arg("process_set"), "Goes on with another engine.")
       .def(
           "expire", [](Reducer& reducer) { reducer.get().expire(); }, NoGil())
       .def(

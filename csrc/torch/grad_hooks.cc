@@ -46,6 +46,18 @@ struct PostHook final : torch::autograd::FunctionPostHook {
   size_t slot;
 };
 
+struct Mover final : torch::autograd::FunctionPreHook {
+  Mover(std::weak_ptr<BackwardListener> to, size_t at) : listener(std::move(to)), slot(at) {}
+  variable_list operator()(const variable_list& gradients) override {
+    if (const auto target = listener.lock()) target->reach(slot);
+    return gradients;
+  }
+  void compiled_args(torch::dynamo::autograd::CompiledNodeArgs&) const override { refuse_compiled_autograd(); }
+
+  std::weak_ptr<BackwardListener> listener;
+  size_t slot;
+};
+
 // Note [The end of a backward]
 // autograd calls back when a graph task ends, but a re-entrant backward (checkpointing) is a graph task of its own
 // inside a node of the outer one. So: the first hook of a task queues one callback on it. When the callback finds a
@@ -146,6 +158,7 @@ void ended(int task, const std::shared_ptr<Watch>& watch) {
     if (auto target = listener.lock()) listeners.push_back(std::move(target));
   }
   if (const auto node = torch::autograd::get_current_node(); node && rejoin_after(*node, listeners)) return;
+  std::sort(listeners.begin(), listeners.end(), [](const auto& a, const auto& b) { return a->order() < b->order(); });
   std::exception_ptr first;
   const auto attempt = [&first](auto&& call) {
     try {
@@ -159,22 +172,44 @@ void ended(int task, const std::shared_ptr<Watch>& watch) {
   if (first) std::rethrow_exception(first);
 }
 
+std::vector<std::unique_ptr<torch::autograd::FunctionPreHook>>& parameter_hooks(const at::Tensor& parameter) {
+  torch::autograd::impl::materialize_autograd_meta(parameter);
+  return torch::autograd::impl::hooks(parameter);
+}
+
 }  // namespace
 
 bool AccumulatorHook::follows(const at::Tensor& parameter) const {
   return node_ && torch::autograd::impl::try_get_grad_accumulator(parameter) == node_;
 }
 
-void AccumulatorHook::attach(const at::Tensor& parameter, std::weak_ptr<BackwardListener> listener, size_t slot) {
-  detach();
+void AccumulatorHook::attach(const at::Tensor& parameter, const std::weak_ptr<BackwardListener>& listener,
+                             size_t slot) {
+  if (parameter.requires_grad() && !follows(parameter)) move(parameter, listener, slot);
+  auto& hooks = parameter_hooks(parameter);
+  if (std::any_of(hooks.begin(), hooks.end(), [this](const auto& hook) { return hook.get() == mover_; })) return;
+  auto mover = std::make_unique<Mover>(listener, slot);
+  mover_ = mover.get();
+  hooks.push_back(std::move(mover));  // beside Python's; impl::add_hook allows only one
+}
+
+void AccumulatorHook::move(const at::Tensor& parameter, const std::weak_ptr<BackwardListener>& listener, size_t slot) {
+  leave();
   node_ = torch::autograd::impl::grad_accumulator(parameter);
   auto pre_hook = std::make_unique<PreHook>(listener, slot);
   pre_hook_ = pre_hook.get();
   node_->add_pre_hook(std::move(pre_hook));
-  post_key_ = node_->add_post_hook(std::make_unique<PostHook>(std::move(listener), slot));
+  post_key_ = node_->add_post_hook(std::make_unique<PostHook>(listener, slot));
 }
 
-void AccumulatorHook::detach() {
+void AccumulatorHook::detach(const at::Tensor& parameter) {
+  leave();
+  if (mover_ == nullptr) return;
+  std::erase_if(parameter_hooks(parameter), [this](const auto& hook) { return hook.get() == mover_; });
+  mover_ = nullptr;
+}
+
+void AccumulatorHook::leave() {
   if (!node_) return;
   node_->del_post_hook(post_key_);
   std::erase_if(node_->pre_hooks(), [this](const auto& hook) { return hook.get() == pre_hook_; });

@@ -7,7 +7,10 @@
 #include <torch/csrc/autograd/variable.h>
 
 #include <cstddef>
+#include <cstdint>
 #include <memory>
+#include <string>
+#include <utility>
 
 namespace fusewire {
 
@@ -19,7 +22,12 @@ class BackwardListener {
   virtual void before_accumulate(size_t slot) = 0;
   virtual void after_accumulate(size_t slot) = 0;
 
+  // A backward has reached parameter `slot`, maybe by a node that has no hooks yet.
+  virtual void reach(size_t slot) = 0;
+
   // The outermost backward has ended: first every listener of it starts what it has to, then every one waits.
+  // Listeners come in this order, the same on every rank.
+  virtual std::pair<uint32_t, std::string> order() const = 0;
   virtual void end_pass() = 0;
   virtual void settle_pass() = 0;
 
@@ -27,7 +35,9 @@ class BackwardListener {
   virtual void abort_pass() noexcept = 0;
 };
 
-// The pair of hooks on one parameter's AccumulateGrad node. Keeps the node alive: autograd itself holds it weakly.
+// The pair of hooks on one parameter's AccumulateGrad node. Keeps the node alive: autograd itself holds it weakly. A
+// third hook, on the parameter, moves them when a backward comes by another node (after module.double(), say). Python
+// code that registers the first hook on the parameter removes that third one; attach() puts it back.
 class AccumulatorHook {
  public:
   using Node = decltype(torch::autograd::impl::grad_accumulator(std::declval<const at::Tensor&>()));
@@ -35,14 +45,19 @@ class AccumulatorHook {
   // Whether the hooks sit on the node that `parameter` uses now. Its accumulator changes with its dtype or device.
   bool follows(const at::Tensor& parameter) const;
 
-  void attach(const at::Tensor& parameter, std::weak_ptr<BackwardListener> listener, size_t slot);
-  void detach();  // only while no backward runs
-  bool attached() const { return static_cast<bool>(node_); }
+  // All three need the same arguments every time. A frozen parameter has no node, so it gets the third hook only.
+  // attach() and detach() only while no backward runs.
+  void attach(const at::Tensor& parameter, const std::weak_ptr<BackwardListener>& listener, size_t slot);
+  void move(const at::Tensor& parameter, const std::weak_ptr<BackwardListener>& listener, size_t slot);
+  void detach(const at::Tensor& parameter);
 
  private:
+  void leave();
+
   Node node_;
   uintptr_t post_key_ = 0;
   torch::autograd::FunctionPreHook* pre_hook_ = nullptr;
+  torch::autograd::FunctionPreHook* mover_ = nullptr;
 };
 
 // Calls the listener when the backward that is running on this thread has ended. Joining twice is the same as once.

@@ -18,8 +18,10 @@ template <class Body>
 void typed(Body&& body) {
   try {
     body();
-  } catch (const Error& error) {
-    binding::throw_through_autograd(error);
+  } catch (const Error&) {
+    binding::throw_through_autograd(std::current_exception());
+  } catch (const py::error_already_set&) {
+    binding::throw_through_autograd(std::current_exception());
   }
 }
 
@@ -53,7 +55,7 @@ void GradReducer::add(const std::vector<std::string>& names, const std::vector<a
       slot.parameter = parameters[i];
       slot.unit = units_.size() - 1;
       unit.slots.push_back(slots_.size() - 1);
-      if (slot.parameter.requires_grad()) slot.hook.attach(slot.parameter, weak_from_this(), slots_.size() - 1);
+      slot.hook.attach(slot.parameter, weak_from_this(), slots_.size() - 1);
       slot.present = missed && slot.parameter.grad().defined();
     }
     if (missed) final_ = false;
@@ -64,7 +66,7 @@ void GradReducer::add(const std::vector<std::string>& names, const std::vector<a
 void GradReducer::release(size_t slot) {
   const std::lock_guard lock(mutex_);
   slots_[slot].owned = false;
-  if (!pass_open_) slots_[slot].hook.detach();  // else the hook stays, and does nothing
+  if (!pass_open_) slots_[slot].hook.detach(slots_[slot].parameter);  // else the hook stays, and does nothing
   units_[slots_[slot].unit].early = false;
 }
 
@@ -72,10 +74,26 @@ void GradReducer::close() {
   const std::lock_guard lock(mutex_);
   for (Slot& slot : slots_) {
     slot.owned = false;
-    if (!pass_open_) slot.hook.detach();
+    if (!pass_open_) slot.hook.detach(slot.parameter);
     Owners::drop(slot.parameter, this);
   }
   for (Unit& unit : units_) unit.early = false;
+}
+
+void GradReducer::rebind(binding::PyEnginePtr engine, std::string prefix, uint32_t process_set) {
+  const std::lock_guard lock(mutex_);
+  reset_window();
+  options_.engine = std::move(engine);
+  options_.prefix = std::move(prefix);
+  options_.process_set = process_set;
+  for (Unit& unit : units_) unit.name = options_.prefix + "." + slots_[unit.slots.front()].name;
+  joined_ = -1;
+  pass_open_ = final_ = aborted_ = discard_ = false;
+}
+
+std::pair<uint32_t, std::string> GradReducer::order() const {
+  const std::lock_guard lock(mutex_);
+  return {options_.process_set, options_.prefix};
 }
 
 void GradReducer::set_passes(int passes) {
@@ -91,6 +109,12 @@ bool GradReducer::owns_any() const {
 void GradReducer::expire() {
   const std::lock_guard lock(mutex_);
   final_ = false;
+}
+
+void GradReducer::reach(size_t index) {
+  const std::lock_guard lock(mutex_);
+  Slot& slot = slots_[index];
+  if (slot.owned && !slot.hook.follows(slot.parameter)) slot.hook.move(slot.parameter, weak_from_this(), index);
 }
 
 void GradReducer::before_accumulate(size_t index) {
@@ -127,6 +151,10 @@ void GradReducer::after_accumulate(size_t index) {
     slot.present = true;
     ++slot.fires;
     Unit& unit = units_[slot.unit];
+    if (slot.parameter.grad().layout() != at::kStrided) {
+      slot.late = true;
+      unit.early = false;
+    }
     if (slot.fires > 1 || !unit.early || unit.handle || passes_done_ + 1 < options_.passes) return;
     if (++unit.arrived == unit.slots.size()) submit(unit);
   });
@@ -166,7 +194,7 @@ void GradReducer::learn() {
   }
   for (Unit& unit : units_) {
     unit.arrived = 0;
-    unit.early = !options_.compressor && std::all_of(unit.slots.begin(), unit.slots.end(), [this](size_t index) {
+    unit.early = !options_.compressed && std::all_of(unit.slots.begin(), unit.slots.end(), [this](size_t index) {
       const Slot& slot = slots_[index];
       return slot.owned && slot.once && !slot.late;
     });
@@ -176,8 +204,10 @@ void GradReducer::learn() {
 void GradReducer::follow_accumulators() {
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
-    if (!slot.owned || !slot.parameter.requires_grad() || slot.hook.follows(slot.parameter)) continue;
+    if (!slot.owned) continue;
+    const bool followed = !slot.parameter.requires_grad() || slot.hook.follows(slot.parameter);
     slot.hook.attach(slot.parameter, weak_from_this(), i);
+    if (followed) continue;
     if (slot.parameter.grad().defined()) slot.present = true;  // it may have fired where we did not see it
   }
 }
@@ -192,10 +222,12 @@ void GradReducer::synchronize() {
 }
 
 // Note [Aborted passes]
-// When a backward ends with an exception, some of the window's gradients may be in flight. They are detached from their
-// parameters at once. If the program goes on all the same, the rest of the window is settled at the next opportunity:
-// this rank is absent for everything that has not left, and wants no result. Ranks that all abort the same pass, or
-// that skip it all together, stay in step that way.
+// When a backward ends with an exception in the last pass of a window, some of the window's gradients may be in flight.
+// All of the window's gradients are taken off their parameters at once, and the rest of the window is submitted: this
+// rank is absent for everything that has not left, wants no result, and says so in the window's flags. Ranks whose own
+// backward has not failed raise then as well and drop the window's gradients, too. So all ranks are in step, whatever
+// the program does next; results are waited for at the next opportunity. In an earlier pass of a window nothing has
+// left: it is as if the pass had not been.
 void GradReducer::abort_pass() noexcept {
   std::optional<py::gil_scoped_release> no_gil;
   if (PyGILState_Check()) no_gil.emplace();
@@ -206,9 +238,22 @@ void GradReducer::abort_pass() noexcept {
   for (Slot& slot : slots_) {
     slot.fires = 0;
     slot.set_aside.reset();
-    if (slot.owned && units_[slot.unit].handle) slot.parameter.mutable_grad().reset();
   }
-  aborted_ = passes_done_ + 1 >= options_.passes;  // else nothing has left: as if the pass had not been
+  if (passes_done_ + 1 < options_.passes) return;
+  aborted_ = true;
+  drop_gradients();
+  discard_ = true;
+  try {
+    submit_window();
+  } catch (...) {  // the engine has failed; who needs it next says so
+  }
+  discard_ = false;
+}
+
+void GradReducer::drop_gradients() {
+  for (Slot& slot : slots_) {
+    if (slot.owned && slot.present) slot.parameter.mutable_grad().reset();
+  }
 }
 
 void GradReducer::settle_aborted() {
@@ -216,7 +261,7 @@ void GradReducer::settle_aborted() {
   aborted_ = false;
   discard_ = true;
   try {
-    submit_window();
+    if (!submitted_) submit_window();
     wait_window();
   } catch (...) {
     discard_ = false;

@@ -8,6 +8,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "common/types.h"
@@ -17,16 +18,20 @@
 
 namespace fusewire {
 
-// A user's compressor written in Python: it runs at the end of a window, under the GIL (which it takes itself).
-class PythonCompressor {
+// How gradients travel that cannot travel as they are: compressed in Python, or sparse. It runs at the end of a window
+// and takes the GIL itself. See Note [Apart].
+class Exchange {
  public:
-  virtual ~PythonCompressor() = default;
-  struct Compressed {
-    at::Tensor tensor;
-    std::shared_ptr<void> context;
+  virtual ~Exchange() = default;
+  struct Item {
+    std::string name;
+    at::Tensor parameter;
+    at::Tensor value;     // undefined: nothing here
+    bool sparse = false;  // what comes back is sparse, too
   };
-  virtual Compressed compress(const at::Tensor& tensor) = 0;
-  virtual at::Tensor decompress(const at::Tensor& tensor, const std::shared_ptr<void>& context) = 0;
+  // The combined value of each item. Communicates with all members of the process set, which bring the same items;
+  // `prefix` is for the names on the wire.
+  virtual std::vector<at::Tensor> run(const std::string& prefix, const std::vector<Item>& items) = 0;
 };
 
 struct ReducerOptions {
@@ -39,7 +44,8 @@ struct ReducerOptions {
   std::optional<DataType> wire;
   int passes = 1;  // backward passes per window
   bool sparse_as_dense = false;
-  std::unique_ptr<PythonCompressor> compressor;  // null: none
+  std::unique_ptr<Exchange> exchange;
+  bool compressed = false;  // everything goes through the exchange, not only what is sparse
 };
 
 // Note [Passes and windows]
@@ -50,8 +56,17 @@ struct ReducerOptions {
 // A gradient leaves early, from its hook, only in the window's last pass and only where every earlier pass has shown it
 // to fire exactly once. If it fires again all the same (a checkpointed layer used twice, say), the gradient in flight
 // is set aside before autograd adds to it; what autograd computes from then on is a second contribution to the same
-// sum. Whether any rank has such is agreed on by one more unit, in which ranks that have none are absent, so that it
-// costs nothing but its bit; if some have, everybody reduces the second contributions too and adds the results.
+// sum. Whether any rank has such is agreed on by one more unit, the window's *flags*, in which ranks that have nothing
+// to say are absent, so that it costs nothing but its bit; if some have, everybody reduces the second contributions too
+// and adds the results.
+//
+// Note [Apart]
+// Some gradients travel apart from the units: all of them where a compressor runs in Python, else sparse ones. A rank
+// cannot know that a parameter which it does not use has a sparse gradient elsewhere. So a rank with a sparse gradient
+// is absent in the parameter's unit, like everybody then, and raises a flag; who sees the flag takes part in the
+// exchange that follows. Should some ranks have a dense gradient and others a sparse one, the unit sums the dense ones,
+// the exchange the sparse ones, and the result is the sum of both. Exchanges of several optimizers run in the order of
+// their names, the same on every rank.
 //
 // Lock order: mutex_ is never taken while the GIL is held, and nobody who holds it waits for it; torch may take the GIL
 // under it. It is held while waiting for results: who comes meanwhile has to wait for them as well.
@@ -70,19 +85,26 @@ class GradReducer final : public BackwardListener, public std::enable_shared_fro
   // The optimizer has used the gradients, or a closure is about to make new ones.
   void expire();
 
+  // Goes on with another engine, after the old one has been shut down. What was in flight is forgotten.
+  void rebind(binding::PyEnginePtr engine, std::string prefix, uint32_t process_set);
+
   // Lets go of all parameters. Thread-safe; a backward that is running finishes as if there were no reducer.
   void close();
 
   void set_passes(int passes);
   bool owns_any() const;
 
+  void reach(size_t slot) override;
   void before_accumulate(size_t slot) override;
   void after_accumulate(size_t slot) override;
+  std::pair<uint32_t, std::string> order() const override;
   void end_pass() override;
   void settle_pass() override;
   void abort_pass() noexcept override;
 
  private:
+  enum class Flag { kAgain, kApart, kSparse };  // of a slot, in the window's flags
+
   struct Slot {
     std::string name;
     at::Tensor parameter;
@@ -97,10 +119,12 @@ class GradReducer final : public BackwardListener, public std::enable_shared_fro
     int fires = 0;         // in this pass
     bool present = false;  // it has fired in this window
     bool reduced = false;  // .grad holds the result of an earlier window, unless the user has reset it
+    bool apart = false;    // in this window: see Note [Apart]
 
+    bool settled = false;  // the unit has put a result into .grad, or `dense`
+    at::Tensor dense;      // what the unit has summed, where .grad is sparse
     at::Tensor output;     // allocated for the result where .grad is None; kept for the next time when skipped
     at::Tensor set_aside;  // .grad in flight, when the parameter has fired again
-    PythonCompressor::Compressed compressed;
   };
 
   struct Unit {
@@ -121,9 +145,14 @@ class GradReducer final : public BackwardListener, public std::enable_shared_fro
   void settle_aborted();
   void reset_window();
   SubmittedTensor describe(Slot& slot, std::vector<at::Tensor>& alive);
-  SubmittedTensor describe_compressed(Slot& slot, std::vector<at::Tensor>& alive);
+  bool is_apart(const Slot& slot) const;
   void settle(Slot& slot, bool skipped);
+  void drop_gradients();
+  void submit_flags();
+  bool flagged(Flag flag, size_t slot) const;
+  void obey_flags();
   void reduce_again();
+  void exchange();
   Submission submission(std::string name) const;
   Engine& engine() const { return options_.engine->get(); }
 
@@ -141,8 +170,8 @@ class GradReducer final : public BackwardListener, public std::enable_shared_fro
   bool aborted_ = false;     // a backward ended with an exception, and what it left in flight is not settled
   bool submitted_ = false;   // the window's end has been submitted and not settled
   int64_t unannounced_ = 0;  // bytes submitted without waking the coordinator
-  Handle again_;             // see Note [Passes and windows]
-  at::Tensor again_flags_;   // uint8, one per slot
+  Handle flags_handle_;      // see Note [Passes and windows]
+  at::Tensor flags_;         // int32: one per Flag and slot, then 1 + the rank whose backward has raised, or 0
   bool discard_ = false;     // the window being settled was aborted: take part, touch nothing
 };
 

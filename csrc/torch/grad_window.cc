@@ -17,23 +17,21 @@ namespace {
 constexpr int64_t kWakeBytes = 1 << 20;
 
 // `gradient` itself where it can be reduced in place, else a dense one in the parameter's layout.
-at::Tensor reducible(const at::Tensor& parameter, const std::string& name, const at::Tensor& gradient, bool densify) {
+at::Tensor reducible(const at::Tensor& parameter, const at::Tensor& gradient) {
   at::NoGradGuard no_grad;
-  at::Tensor dense = gradient;
-  if (gradient.layout() != at::kStrided) {
-    TORCH_CHECK_NOT_IMPLEMENTED(
-        densify, "parameter '", name,
-        "' has a sparse gradient; pass sparse_as_dense=True to DistributedOptimizer, or make the "
-        "layer with sparse=False");
-    dense = gradient.to_dense();
-  }
-  dense = adapter::resolved(dense);
+  at::Tensor dense = adapter::resolved(gradient.layout() == at::kStrided ? gradient : gradient.to_dense());
   if (adapter::overlaps_itself(dense)) {
     const at::Tensor copy = at::empty_like(parameter, gradient.options().layout(at::kStrided));
     copy.copy_(dense);
     dense = copy;
   }
   return dense;
+}
+
+[[noreturn]] void throw_frozen(const std::string& name) {
+  throw Error(ErrorCode::kInternal, "parameter '" + name +
+                                        "' is frozen (requires_grad=False) on this rank, but another rank has a "
+                                        "gradient for it: freeze and unfreeze it on all ranks alike");
 }
 
 TensorView shape_of(const at::Tensor& tensor) {
@@ -74,10 +72,8 @@ SubmittedTensor GradReducer::describe(Slot& slot, std::vector<at::Tensor>& alive
   if (discard_ || !slot.owned) {
     result.input = result.output = shape_of(slot.parameter);
     result.absent = true;
-  } else if (options_.compressor) {
-    return describe_compressed(slot, alive);
-  } else if (gradient.defined()) {
-    const at::Tensor dense = reducible(slot.parameter, slot.name, gradient, options_.sparse_as_dense);
+  } else if (gradient.defined() && !is_apart(slot)) {
+    const at::Tensor dense = reducible(slot.parameter, gradient);
     if (!dense.is_same(gradient)) gradient = dense;
     slot.output.reset();
     adapter::bump_version(dense);
@@ -85,6 +81,7 @@ SubmittedTensor GradReducer::describe(Slot& slot, std::vector<at::Tensor>& alive
     result.absent = !slot.present;
     alive.push_back(dense);
   } else {
+    slot.apart = slot.present && gradient.defined();
     result.input = shape_of(slot.parameter);
     result.output = result.input;
     result.absent = true;
@@ -100,23 +97,9 @@ SubmittedTensor GradReducer::describe(Slot& slot, std::vector<at::Tensor>& alive
   return result;
 }
 
-SubmittedTensor GradReducer::describe_compressed(Slot& slot, std::vector<at::Tensor>& alive) {
-  at::NoGradGuard no_grad;
-  at::Tensor& gradient = slot.parameter.mutable_grad();
-  at::Tensor value = at::zeros_like(slot.parameter);
-  if (gradient.defined()) value = gradient = reducible(slot.parameter, slot.name, gradient, options_.sparse_as_dense);
-  slot.compressed = options_.compressor->compress(value);
-  slot.compressed.tensor = adapter::resolved(slot.compressed.tensor);
-  adapter::check_dense(slot.compressed.tensor);
-  slot.output = adapter::uninitialized_like(slot.compressed.tensor);
-  alive.push_back(slot.compressed.tensor);
-  alive.push_back(slot.output);
-  SubmittedTensor result;
-  result.input = adapter::read_view(slot.compressed.tensor);
-  result.output = adapter::write_view(slot.output);
-  result.wire = result.input.dtype;
-  result.absent = !slot.present;
-  return result;
+bool GradReducer::is_apart(const Slot& slot) const {
+  const at::Tensor& gradient = slot.parameter.grad();
+  return options_.compressed || (gradient.defined() && gradient.layout() != at::kStrided && !options_.sparse_as_dense);
 }
 
 void GradReducer::submit_window() {
@@ -124,23 +107,12 @@ void GradReducer::submit_window() {
     for (Unit& unit : units_) {
       const bool ours =
           std::any_of(unit.slots.begin(), unit.slots.end(), [this](size_t index) { return slots_[index].owned; });
-      if (ours && !unit.handle) submit(unit);
+      if (ours && !unit.handle && !options_.compressed) submit(unit);
     }
-    again_flags_ = at::zeros({static_cast<int64_t>(slots_.size())}, at::kByte);
-    auto* flags = static_cast<uint8_t*>(again_flags_.mutable_data_ptr());
-    Submission result = submission(options_.prefix + "/again");
-    result.op = ReduceOp::kMax;
-    result.prescale = result.postscale = 1.0;
-    SubmittedTensor& tensor = result.tensors.emplace_back();
-    tensor.input = tensor.output = adapter::write_view(again_flags_);
-    tensor.wire = tensor.input.dtype;
-    tensor.absent = true;
-    for (size_t i = 0; i < slots_.size(); ++i) {
-      flags[i] = slots_[i].set_aside.defined() && !discard_;
-      tensor.absent = tensor.absent && flags[i] == 0;
+    if (options_.compressed) {
+      for (Slot& slot : slots_) slot.apart = slot.owned && slot.present && !discard_;
     }
-    result.keep_alive = adapter::keep_alive(again_flags_);
-    again_ = engine().submit(std::move(result), false);
+    submit_flags();
     submitted_ = true;
   } catch (...) {
     reset_window();
@@ -148,12 +120,56 @@ void GradReducer::submit_window() {
   }
 }
 
+void GradReducer::submit_flags() {
+  const auto count = static_cast<int64_t>(slots_.size());
+  flags_ = at::zeros({3 * count + 1}, at::kInt);
+  auto* flags = static_cast<int32_t*>(flags_.mutable_data_ptr());
+  Submission result = submission(options_.prefix + "/flags");
+  result.op = ReduceOp::kMax;
+  result.prescale = result.postscale = 1.0;
+  SubmittedTensor& tensor = result.tensors.emplace_back();
+  tensor.input = tensor.output = adapter::write_view(flags_);
+  tensor.wire = tensor.input.dtype;
+  for (int64_t i = 0; i < count && !discard_; ++i) {
+    const Slot& slot = slots_[static_cast<size_t>(i)];
+    flags[i] = slot.set_aside.defined();
+    if (!slot.apart) continue;
+    const at::Tensor& gradient = slot.parameter.grad();
+    const bool sparse = gradient.defined() && gradient.layout() != at::kStrided && !options_.sparse_as_dense;
+    flags[(sparse ? 2 : 1) * count + i] = 1;
+  }
+  if (discard_) flags[3 * count] = 1 + engine().rank();
+  tensor.absent = std::all_of(flags, flags + 3 * count + 1, [](int32_t flag) { return flag == 0; });
+  result.keep_alive = adapter::keep_alive(flags_);
+  flags_handle_ = engine().submit(std::move(result), false);
+}
+
+bool GradReducer::flagged(Flag flag, size_t slot) const {
+  return static_cast<const int32_t*>(flags_.const_data_ptr())[static_cast<size_t>(flag) * slots_.size() + slot] != 0;
+}
+
+// What the window's flags ask for, if there are any.
+void GradReducer::obey_flags() {
+  const int32_t aborted = static_cast<const int32_t*>(flags_.const_data_ptr())[3 * slots_.size()];
+  if (aborted != 0) {
+    if (discard_) return;
+    drop_gradients();
+    throw Error(ErrorCode::kInternal,
+                "the backward() of rank " + std::to_string(aborted - 1) +
+                    " has ended with an exception (its own output says which), so this step has no gradients: they are "
+                    "None now on every rank. To go on, catch the exception of backward() on all ranks alike.",
+                aborted - 1);
+  }
+  reduce_again();
+  exchange();
+}
+
 void GradReducer::wait_window() {
   std::vector<Handle> handles;
   for (const Unit& unit : units_) {
     if (unit.handle) handles.push_back(unit.handle);
   }
-  handles.push_back(again_);
+  handles.push_back(flags_handle_);
   try {
     std::exception_ptr failed;
     try {
@@ -168,7 +184,7 @@ void GradReducer::wait_window() {
       unit.handle->drop_keep_alive();
     }
     if (failed) std::rethrow_exception(failed);
-    if (again_->skipped().empty()) reduce_again();
+    if (flags_handle_->skipped().empty()) obey_flags();
   } catch (...) {
     reset_window();
     throw;
@@ -182,21 +198,10 @@ void GradReducer::settle(Slot& slot, bool skipped) {
   at::Tensor& gradient = slot.parameter.mutable_grad();
   if (slot.set_aside.defined()) std::swap(gradient, slot.set_aside);
   if (skipped) return;
-  slot.reduced = true;
-  if (slot.compressed.tensor.defined()) {
-    at::NoGradGuard no_grad;
-    const at::Tensor value = options_.compressor->decompress(slot.output, slot.compressed.context);
-    if (!gradient.defined()) gradient = at::empty_like(slot.parameter);
-    gradient.copy_(value);
-    slot.output.reset();
-  } else if (!gradient.defined()) {
-    if (!slot.output.defined()) {
-      throw Error(ErrorCode::kInternal, "parameter '" + slot.name +
-                                            "' is frozen (requires_grad=False) on this rank, but another rank has a "
-                                            "gradient for it: freeze and unfreeze it on all ranks alike");
-    }
-    gradient = std::move(slot.output);
-  }
+  slot.reduced = slot.settled = true;
+  if (gradient.defined() && gradient.layout() == at::kStrided) return;  // it is there
+  if (!slot.output.defined()) throw_frozen(slot.name);
+  (slot.apart ? slot.dense : gradient) = std::move(slot.output);
 }
 
 // Second contributions: see Note [Passes and windows].
@@ -204,13 +209,12 @@ void GradReducer::reduce_again() {
   at::NoGradGuard no_grad;
   std::vector<Handle> handles;
   std::vector<std::pair<Slot*, at::Tensor>> seconds;
-  const auto* flags = static_cast<const uint8_t*>(again_flags_.const_data_ptr());
   for (size_t i = 0; i < slots_.size(); ++i) {
     Slot& slot = slots_[i];
-    if (flags[i] == 0) continue;
+    if (!flagged(Flag::kAgain, i)) continue;
     const bool mine = slot.set_aside.defined();
-    const at::Tensor second = mine ? reducible(slot.parameter, slot.name, slot.set_aside, options_.sparse_as_dense)
-                                   : adapter::uninitialized_like(slot.parameter.detach());
+    const at::Tensor second =
+        mine ? reducible(slot.parameter, slot.set_aside) : adapter::uninitialized_like(slot.parameter.detach());
     Submission result = submission(options_.prefix + "/again/" + slot.name);
     SubmittedTensor& tensor = result.tensors.emplace_back();
     tensor.input = tensor.output = adapter::write_view(second);
@@ -228,6 +232,50 @@ void GradReducer::reduce_again() {
   }
 }
 
+// See Note [Apart].
+void GradReducer::exchange() {
+  at::NoGradGuard no_grad;
+  std::vector<Exchange::Item> items;
+  std::vector<Slot*> slots;
+  for (size_t i = 0; i < slots_.size(); ++i) {
+    Slot& slot = slots_[i];
+    const bool dense = flagged(Flag::kApart, i);
+    if (!dense && !flagged(Flag::kSparse, i)) continue;
+    Exchange::Item& item = items.emplace_back();
+    item.name = slot.name;
+    item.parameter = slot.parameter.detach();
+    item.sparse = !dense;
+    const at::Tensor& gradient = slot.parameter.grad();
+    if (slot.owned && gradient.defined()) {
+      const bool sparse = gradient.layout() != at::kStrided;
+      if (dense) {
+        item.value = reducible(slot.parameter, gradient);
+      } else if (sparse) {
+        item.value = gradient;
+      }
+    }
+    slots.push_back(&slot);
+  }
+  if (items.empty()) return;
+  const std::vector<at::Tensor> results = options_.exchange->run(options_.prefix, items);
+  for (size_t i = 0; i < items.size(); ++i) {
+    Slot& slot = *slots[i];
+    if (!slot.owned) continue;
+    if (!slot.parameter.requires_grad()) throw_frozen(slot.name);
+    slot.reduced = true;
+    at::Tensor& gradient = slot.parameter.mutable_grad();
+    if (items[i].sparse) {
+      // What the unit has summed, if anything: here in .grad, or beside it where that was sparse.
+      const at::Tensor sum = slot.dense.defined() ? slot.dense : slot.settled ? gradient : at::Tensor();
+      gradient = sum.defined() ? sum.add(results[i]) : results[i];
+    } else if (items[i].value.defined() && items[i].value.is_same(gradient)) {
+      gradient.copy_(results[i]);
+    } else {
+      gradient = at::empty_like(slot.parameter).copy_(results[i]);
+    }
+  }
+}
+
 void GradReducer::reset_window() {
   for (Unit& unit : units_) {
     unit.handle = nullptr;
@@ -236,11 +284,12 @@ void GradReducer::reset_window() {
   for (Slot& slot : slots_) {
     slot.present = false;
     slot.fires = 0;
+    slot.apart = slot.settled = false;
     slot.set_aside.reset();
-    slot.compressed = {};
+    slot.dense.reset();
   }
-  again_ = nullptr;
-  again_flags_.reset();
+  flags_handle_ = nullptr;
+  flags_.reset();
   passes_done_ = 0;
   unannounced_ = 0;
   submitted_ = false;

@@ -46,9 +46,9 @@ void set_python_error(std::exception_ptr error) noexcept {
   }
 }
 
-void throw_through_autograd(const Error& error) {
+void throw_through_autograd(std::exception_ptr error) {
   py::gil_scoped_acquire gil;
-  set_python_error(std::make_exception_ptr(error));
+  set_python_error(std::move(error));
   python_error carried;
   carried.persist();
   throw carried;

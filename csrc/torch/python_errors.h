@@ -13,8 +13,9 @@ namespace fusewire::binding {
 // GIL.
 void set_python_error(std::exception_ptr error) noexcept;
 
-// For threads of torch's autograd: an exception that backward() raises as the typed Python class. Takes the GIL.
-[[noreturn]] void throw_through_autograd(const Error& error);
+// For threads of torch's autograd: the exception that backward() raises as the Python class it stands for. Takes the
+// GIL.
+[[noreturn]] void throw_through_autograd(std::exception_ptr error);
 
 // For Engine::wait: lets Python's signal handlers run, and throws what they raise (KeyboardInterrupt). Takes the GIL.
 void check_signals();

@@ -26,6 +26,7 @@ from .averaging import (
     PostLocalSGDOptimizer,
 )
 from .compression import Compression, Compressor
+from .compressors import StatefulCompressor
 from .errors import (
     CollectiveError,
     DuplicateNameError,
@@ -92,6 +93,7 @@ from .ops import (
 from .optimizer import DistributedOptimizer
 from .process_sets import ProcessSet, add_process_set, global_process_set, remove_process_set
 from .sparse import sparse_allreduce_async
+from .sync_batch_norm import SyncBatchNorm
 
 __all__ = [
     "Adasum",
@@ -120,8 +122,10 @@ __all__ = [
     "ReduceOp",
     "ShutdownError",
     "StalledError",
+    "StatefulCompressor",
     "Stats",
     "Sum",
+    "SyncBatchNorm",
     "TensorMismatchError",
     "__version__",
     "add_process_set",

@@ -48,7 +48,7 @@ def init(
     ranks that did not come.
     """
     global _engine, _place, _pid, _failure, _thread_failure
-    from . import _rendezvous
+    from . import _rendezvous, optimizer
     from . import process_sets as sets
 
     with _lock:
@@ -76,6 +76,7 @@ def init(
         sets._forget_all()  # a forked child inherited its parent's
         for process_set in process_sets or ():
             sets.add_process_set(process_set)
+        optimizer.rebind_living(engine)
 
 
 def _chosen_ranks(comm: Any) -> list[int] | None:

@@ -1,8 +1,11 @@
-"""How values travel: as they are, or narrowed to 16 bits.
+"""How values travel: as they are, narrowed to 16 bits, or compressed for good.
 
-The built-in compressors are casts inside the engine: values are narrowed while they are packed, accumulated in a wide
-type, and widened while they are unpacked. A compressor of your own is any class with the two static methods of
-`Compressor`; it runs in Python.
+`Compression.fp16` and `.bf16` are casts inside the engine: values are narrowed while they are packed, accumulated in a
+wide type, and widened while they are unpacked. All other compressors run in Python, at the end of backward, over all of
+an optimizer's gradients at once. `Compression.int8`, `.powersgd` and `.topk` remember what they have left out of a
+gradient and send it with the next one: make one object per model, `Compression.powersgd(rank=4)`, and save its
+`state_dict()`. A compressor of your own is any class with the two static methods of `Compressor`, or a subclass of
+`StatefulCompressor`.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ from typing import Any
 import torch
 
 from . import _core
+from .compressors import Int8Compressor, PowerSGDCompressor, StatefulCompressor, TopKCompressor
 
 
 class Compressor:
@@ -66,23 +70,54 @@ class BF16Compressor(_Cast):
 
 
 class Compression:
-    """The compressors that come with Fusewire."""
+    """The compressors that come with Fusewire. The last three make objects: `Compression.topk(ratio=0.05)`."""
 
     none = NoneCompressor
     fp16 = FP16Compressor
     bf16 = BF16Compressor
+    int8 = Int8Compressor
+    powersgd = PowerSGDCompressor
+    topk = TopKCompressor
 
 
 _WIRES = {NoneCompressor: None, FP16Compressor: _core.FLOAT16, BF16Compressor: _core.BFLOAT16}
 
 
-def wire_of(compression: Any) -> tuple[bool, int | None]:
-    """(whether the engine does it itself, code of the wire type or None)."""
-    if compression in _WIRES:
-        return True, _WIRES[compression]
+class _Static(StatefulCompressor):
+    """A compressor with two methods and no state, which get no name."""
+
+    def __init__(self, methods: Any) -> None:
+        super().__init__()
+        self._methods = methods
+
+    def compress(self, tensor: torch.Tensor, name: str | None) -> tuple[torch.Tensor, Any]:
+        return self._methods.compress(tensor)
+
+    def decompress(self, tensor: torch.Tensor, ctx: Any) -> torch.Tensor:
+        return self._methods.decompress(tensor, ctx)
+
+
+def compressor_of(compression: Any) -> tuple[int | None, StatefulCompressor | None]:
+    """(code of the wire type or None, the compressor that runs in Python or None)."""
+    if isinstance(compression, type) and compression in _WIRES:
+        return _WIRES[compression], None
+    if isinstance(compression, StatefulCompressor):
+        return None, compression
+    if isinstance(compression, type) and issubclass(compression, StatefulCompressor):
+        return None, compression()
     if not (callable(getattr(compression, "compress", None)) and callable(getattr(compression, "decompress", None))):
         raise TypeError(
-            "compression must be Compression.none, .fp16, .bf16, or have compress() and decompress(), "
-            f"got {compression!r}"
+            f"compression must be one of fusewire.Compression, or have compress() and decompress(), got {compression!r}"
         )
-    return False, None
+    return None, _Static(compression)
+
+
+def wire_of(compression: Any) -> tuple[bool, int | None]:
+    """For operations that a compressor with a memory has no meaning for, which is a ValueError then.
+
+    (whether the engine does it itself, code of the wire type or None).
+    """
+    wire, compressor = compressor_of(compression)
+    if compressor is not None and not isinstance(compressor, _Static):
+        raise ValueError(f"{type(compressor).__name__} compresses sums and averages that every rank gets in full")
+    return compressor is None, wire

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from . import _core
-from .compression import Compression, wire_of
-from .process_sets import ProcessSet, global_process_set, id_of
+from .compression import Compression, compressor_of
+from .compressors import StatefulCompressor, Wire
+from .process_sets import ProcessSet, global_process_set, id_of, resolve
 
 Handle = _core.Handle
 
@@ -64,7 +65,8 @@ def allreduce(
         tensor: any shape and strides; the same shape and dtype on every rank.
         average: Horovod's older form of `op`: True is Average, False is Sum.
         name: the same on every rank; None counts the unnamed calls.
-        compression: Compression.none, .fp16, .bf16, or a class with compress() and decompress().
+        compression: one of `Compression`, or a compressor of your own (fusewire.compression). What an object such as
+            Compression.int8() leaves out it keeps under `name`, and adds to the next call of that name.
         op: Average (default), Sum, Min, Max, Product, or Adasum (floating-point tensors; arXiv 2006.02924).
         prescale_factor: multiplies the values before they are combined.
         postscale_factor: multiplies the result.
@@ -299,33 +301,34 @@ def poll(handle: Handle) -> bool:
 
 def _rich_allreduce(tensor, average, name, compression, op, prescale, postscale, process_set, engine):
     """allreduce that keeps a graph or compresses."""
-    native, wire = wire_of(compression)
-    if not native:
-        small, ctx = compression.compress(tensor)
-        reduced = allreduce(small, average, name, Compression.none, op, prescale, postscale, process_set, engine=engine)
-        return compression.decompress(reduced, ctx)
+    wire, compressor = compressor_of(compression)
+    if compressor is not None:
+        options = (average, op, prescale, postscale, process_set, name, None, engine)
+        return _compressed(compressor, options, [tensor])[0]
     options = (average, op, prescale, postscale, process_set, name, wire, engine)
     return _Allreduce.apply(options, tensor)
 
 
 def _rich_grouped_allreduce(tensors, average, name, compression, op, prescale, postscale, process_set, engine):
-    native, wire = wire_of(compression)
-    if not native:
-        pairs = [compression.compress(tensor) for tensor in tensors]
-        reduced = grouped_allreduce(
-            [small for small, _ in pairs],
-            average,
-            name,
-            Compression.none,
-            op,
-            prescale,
-            postscale,
-            process_set,
-            engine=engine,
-        )
-        return [compression.decompress(tensor, ctx) for tensor, (_, ctx) in zip(reduced, pairs, strict=True)]
+    wire, compressor = compressor_of(compression)
+    if compressor is not None:
+        return _compressed(compressor, (average, op, prescale, postscale, process_set, name, None, engine), tensors)
     options = (average, op, prescale, postscale, process_set, name, wire, engine)
     return list(_GroupedAllreduce.apply(options, *tensors))
+
+
+def _compressed(compressor: StatefulCompressor, options: tuple[Any, ...], tensors: Tensors) -> list[torch.Tensor]:
+    """By a compressor that runs in Python. Unnamed calls leave no state behind; not differentiable."""
+    average, op, prescale, postscale, process_set, name, _, engine = options
+    if average is not None:
+        op = Average if average else Sum
+    op = Average if op is None else op
+    if op not in (Average, Sum):
+        raise ValueError(f"this compression has a meaning with op=Average and op=Sum only, not with {op!r}")
+    wire = Wire(op, prescale, postscale, resolve(process_set, engine), engine, name or "compressed")
+    keys = [name if name is None or len(tensors) == 1 else f"{name}.{index}" for index in range(len(tensors))]
+    with torch.no_grad():
+        return compressor.exchange(wire, keys, tensors)
 
 
 def _run(options: tuple[Any, ...], tensors: Any) -> Any:

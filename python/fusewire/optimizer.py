@@ -8,25 +8,21 @@ could: a partial window, a rank that ran no backward, closures, parameters that 
 from __future__ import annotations
 
 import contextlib
-import warnings
 import weakref
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
 
 from . import _core
-from .compression import Compression, wire_of
-from .errors import FusewireError, NotInitializedError
+from ._adasum import DeltaAttachment
+from ._exchange import Exchange
+from ._wrapping import Attachment, Groups, check_groups, check_passes, identities, names_of, units
+from .compression import Compression, compressor_of
+from .compressors import StatefulCompressor
+from .errors import NotInitializedError
 from .ops import Adasum, AnySet, Average, ReduceOp, Sum
 from .process_sets import ProcessSet, global_process_set, resolve
-
-Groups = int | Sequence[Sequence[torch.Tensor]] | None
-
-_ATTACHED = ("synchronize", "skip_synchronize", "set_backward_passes_per_step", "add_param_group", "__getstate__")
-_OURS = (*_ATTACHED, "_fusewire")
 
 
 def DistributedOptimizer(
@@ -53,101 +49,142 @@ def DistributedOptimizer(
     Args:
         optimizer: any torch.optim.Optimizer, a user-written one too. Its class, state, defaults and hooks stay.
         named_parameters: names for the parameters, such as `model.named_parameters()`; the same on every rank.
-        compression: Compression.none, .fp16, .bf16, or a class with compress() and decompress(), which then runs in
-            Python at the end of backward.
+        compression: one of `Compression`, such as Compression.fp16 or Compression.powersgd(rank=4), or a compressor of
+            your own (fusewire.compression). All but none, fp16 and bf16 run in Python at the end of backward.
         backward_passes_per_step: how many backward passes add up locally before gradients are combined. Not divided by.
-        op: Average (default) or Sum.
+        op: Average (default), Sum, or Adasum. With Adasum (arXiv 2006.02924) gradients stay local; each rank's
+            `step()` is taken on its own gradients, and the ranks' changes of the parameters are combined in one grouped
+            operation. That needs memory for one more copy of the parameters during `step()`. Gradients add up
+            over as many backward passes as there are between two steps. With a GradScaler, all ranks skip or none.
+            The optimizer's state (momentum and the like) is each rank's own.
         gradient_predivide_factor: with Average, gradients are multiplied by 1/f before the sum and by f/size after it.
         num_groups: deprecated, use `groups`.
         groups: how many fused groups to form, or lists of parameters that are reduced all or nothing.
-        sparse_as_dense: turn sparse gradients into dense ones.
+        sparse_as_dense: turn sparse gradients into dense ones. Else they stay sparse: their rows are gathered, or,
+            where the ranks together have more rows than half of the parameter's, summed densely.
         process_set: the ranks that take part; on all others the optimizer stays local.
 
     Raises ValueError for an optimizer that is wrapped already, for names that are missing, duplicated or malformed, and
-    for bad numbers; NotImplementedError for op=Adasum; NotInitializedError before init(). Afterwards `backward()` and
+    for bad numbers; NotInitializedError before init(). Afterwards `backward()` and
     `step()` raise the errors of an allreduce.
+
+    The wrapping survives `shutdown()` and a later `init()`; with a process set, as soon as that is registered again.
+    When backward() ends with an exception on some ranks only, it raises FusewireError on the others, and the window's
+    gradients are None everywhere.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"DistributedOptimizer wraps a torch.optim.Optimizer, got {type(optimizer).__name__}")
     current = getattr(optimizer, "_fusewire", None)
-    if current is not None and not current.is_dead():
+    if current is not None and not (current.is_dead() or current.rebound):
         raise ValueError(
             "this optimizer is wrapped already; wrap an optimizer once, or make a new one over the same parameters"
         )
     _check_arguments(op, gradient_predivide_factor, backward_passes_per_step)
-    native, wire = wire_of(compression)
-    groups = _check_groups(groups, num_groups)
-    names = _names(optimizer, named_parameters)
+    wire, compressor = compressor_of(compression)
+    if op == Adasum and compressor is not None:
+        raise ValueError(
+            "op=Adasum combines updates, not gradients: use it with Compression.none, .fp16 or .bf16, not with "
+            f"{compression!r}"
+        )
+    groups = check_groups(groups, num_groups)
+    names = names_of(optimizer, named_parameters)
     if current is not None:
         current.unhook(optimizer)
     running = _running(engine)
     process_set = resolve(process_set, engine)
-    set_id = process_set.registered_id()
-    reducer = None
-    if running.rank in running.members(set_id):
-        reducer = _core.GradReducer(
-            engine=running,
-            op=int(op),
-            prescale=1.0 / gradient_predivide_factor,
-            postscale=float(gradient_predivide_factor),
-            process_set=set_id,
-            wire=wire,
-            passes=backward_passes_per_step,
-            sparse_as_dense=sparse_as_dense,
-            compressor=None if native else compression,
-        )
-        for members in _units(optimizer, groups):
-            reducer.add([names[id(parameter)] for parameter in members], members, missed=False)
-    _Attachment(optimizer, reducer, names, op, process_set, running).attach(optimizer)
+    process_set.registered_id()
+    attachment: Attachment
+    if op == Adasum:
+        attachment = DeltaAttachment(optimizer, process_set, names, wire)
+    else:
+        settings = {
+            "op": int(op),
+            "prescale": 1.0 / gradient_predivide_factor,
+            "postscale": float(gradient_predivide_factor),
+            "wire": wire,
+            "passes": backward_passes_per_step,
+            "sparse_as_dense": sparse_as_dense,
+        }
+        attachment = GradientAttachment(optimizer, process_set, settings, compressor, names, groups)
+    attachment.bind(running)
+    attachment.attach(optimizer)
+    if engine is None:
+        _living.append(weakref.ref(attachment))
     return optimizer
 
 
-class _Attachment:
-    """What a wrapped optimizer carries. It refers to the optimizer weakly, so that dropping that ends everything."""
+# In the order in which they were wrapped, which is the same on every rank and gives them equal names.
+_living: list[weakref.ref[Attachment]] = []
+
+
+def rebind_living(engine: _core.Engine) -> None:
+    """After shutdown() and init(): optimizers go on with the new engine, as soon as their process set is registered."""
+    _living[:] = [reference for reference in _living if reference() is not None]
+    for reference in _living:
+        attachment = reference()
+        if attachment is not None and attachment.is_dead() and attachment.process_set.process_set_id is not None:
+            attachment.bind(engine)
+            attachment.rebound = True
+
+
+class GradientAttachment(Attachment):
+    """Gradients are combined in backward."""
 
     def __init__(
         self,
         optimizer: torch.optim.Optimizer,
-        reducer: _core.GradReducer | None,
-        names: dict[int, str],
-        op: ReduceOp,
         process_set: ProcessSet,
-        engine: _core.Engine,
+        settings: dict[str, Any],
+        compressor: StatefulCompressor | None,
+        names: dict[int, str],
+        groups: Groups,
     ) -> None:
-        self._optimizer = weakref.ref(optimizer)
-        self._reducer = reducer
-        self._names = names
-        self._known = _identities(optimizer)
-        self._op = op
-        self._process_set = process_set
-        self._engine = engine
+        super().__init__(optimizer, process_set, names)
+        self._settings = settings
+        self._exchange = Exchange(compressor, settings["op"], settings["prescale"], settings["postscale"], process_set)
+        self._compressed = compressor is not None
+        self._reducer: _core.GradReducer | None = None
+        self._groups = groups
+        self._known = identities(optimizer)
         self._skipping = False
         self._handles: list[Any] = []
 
+    def bind(self, engine: _core.Engine) -> None:
+        self._engine = self._exchange.engine = engine
+        set_id = self.process_set.registered_id()
+        if engine.rank not in engine.members(set_id):
+            if self._reducer is not None:
+                self._reducer.close()
+            self._reducer = None
+        elif self._reducer is not None:
+            self._reducer.rebind(engine, set_id)
+        else:
+            self._reducer = _core.GradReducer(
+                engine=engine,
+                process_set=set_id,
+                exchange=self._exchange,
+                compressed=self._compressed,
+                **self._settings,
+            )
+            for members in units(self._owner(), self._groups):
+                self._reducer.add([self.names[id(parameter)] for parameter in members], members, missed=False)
+
+    def added(self, optimizer: torch.optim.Optimizer) -> None:
+        self._adopt(optimizer, missed=False)
+
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
-        for name in _ATTACHED:
-            optimizer.__dict__[name] = getattr(self, "_getstate" if name == "__getstate__" else name)
-        optimizer.__dict__["_fusewire"] = self
+        super().attach(optimizer)
         self._handles = [
             optimizer.register_step_pre_hook(self._before_step),
             optimizer.register_step_post_hook(self._after_step),
         ]
 
     def unhook(self, optimizer: torch.optim.Optimizer) -> None:
+        super().unhook(optimizer)
         for handle in self._handles:
             handle.remove()
-        for name in _OURS:
-            optimizer.__dict__.pop(name, None)
         if self._reducer is not None:
             self._reducer.close()
-
-    def is_dead(self) -> bool:
-        """Whether its engine has been shut down or has failed."""
-        try:
-            self._engine.raise_failure()
-        except FusewireError:
-            return True
-        return False
 
     # What users call.
 
@@ -168,15 +205,10 @@ class _Attachment:
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Changes how many backward passes make a window, from the current window on. The same on every rank."""
-        _check_passes(passes)
+        check_passes(passes)
+        self._settings["passes"] = passes
         if self._reducer is not None:
             self._reducer.set_passes(passes)
-
-    def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As the optimizer's own; the new parameters' gradients are combined too. Call it on every rank."""
-        owner = self._owner()
-        type(owner).add_param_group(owner, param_group)
-        self._adopt(owner, missed=False)
 
     # What torch calls.
 
@@ -199,15 +231,6 @@ class _Attachment:
     def _evaluation(self, closure: Callable[[], Any]) -> Callable[[], Any]:
         return closure if isinstance(closure, _Evaluation) else _Evaluation(self, closure)
 
-    def _getstate(self) -> Any:
-        """A copy is a plain local optimizer; its `synchronize()` says so."""
-        owner = self._owner()
-        state = type(owner).__getstate__(owner)
-        if isinstance(state, dict):
-            state = {key: value for key, value in state.items() if key not in _OURS}
-            state |= {name: _NotWrapped(name) for name in _ATTACHED[:3]}
-        return state
-
     def reduce_loss(self, loss: Any) -> Any:
         """The loss that a closure returned, combined over the ranks as the gradients are."""
         if isinstance(loss, torch.Tensor) and (loss.is_floating_point() or loss.is_complex()):
@@ -217,40 +240,36 @@ class _Attachment:
         return loss
 
     def _allreduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        set_id = self._process_set.process_set_id
-        return _core.allreduce(self._engine, tensor, False, None, self._op, 1.0, 1.0, set_id, None, None, True)
+        set_id = self.process_set.process_set_id
+        return _core.allreduce(
+            self._engine, tensor, False, None, self._settings["op"], 1.0, 1.0, set_id, None, None, True
+        )
 
     def _adopt(self, optimizer: torch.optim.Optimizer, missed: bool = True) -> None:
         """Takes in parameters that have come since; `missed`: behind our back, maybe with gradients already."""
-        now = _identities(optimizer)
+        now = identities(optimizer)
         if now == self._known:
             return
         self._known = now
-        taken = set(self._names.values())
+        taken = set(self.names.values())
         for number, group in enumerate(optimizer.param_groups):
             for index, parameter in enumerate(group["params"]):
-                if id(parameter) in self._names:
+                if id(parameter) in self.names:
                     continue
                 listed = group.get("param_names")
                 name = listed[index] if listed else f"added.{number}.{index}"
                 while name in taken:
                     name += "'"
                 taken.add(name)
-                self._names[id(parameter)] = name
+                self.names[id(parameter)] = name
                 if self._reducer is not None:
                     self._reducer.add([name], [parameter], missed=missed)
-
-    def _owner(self) -> torch.optim.Optimizer:
-        owner = self._optimizer()
-        if owner is None:
-            raise ReferenceError("the optimizer that this method belongs to is gone")
-        return owner
 
 
 class _Evaluation:
     """A closure each of whose evaluations ends like a backward."""
 
-    def __init__(self, attachment: _Attachment, closure: Callable[[], Any]) -> None:
+    def __init__(self, attachment: GradientAttachment, closure: Callable[[], Any]) -> None:
         self._attachment = attachment
         self._closure = closure
 
@@ -264,19 +283,6 @@ class _Evaluation:
         return self._attachment.reduce_loss(loss)
 
 
-class _NotWrapped:
-    """Stands for a method of a wrapped optimizer in its copies."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        raise RuntimeError(
-            f"{self._name}() belongs to a distributed optimizer, and this one is a local copy of it (by pickle or "
-            "deepcopy): wrap it again with fusewire.DistributedOptimizer"
-        )
-
-
 def unwrap(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
     """Makes a wrapped optimizer a plain local one. Call it on every rank, between a step and the next backward.
 
@@ -287,7 +293,7 @@ def unwrap(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
         raise ValueError("this optimizer is not wrapped")
     attached.unhook(optimizer)
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
-    return [(attached._names[id(parameter)], parameter) for parameter in parameters]
+    return [(attached.names[id(parameter)], parameter) for parameter in parameters]
 
 
 def _running(engine: _core.Engine | None) -> _core.Engine:
@@ -297,105 +303,11 @@ def _running(engine: _core.Engine | None) -> _core.Engine:
     return running
 
 
-def _identities(optimizer: torch.optim.Optimizer) -> list[int]:
-    return [id(parameter) for group in optimizer.param_groups for parameter in group["params"]]
-
-
 def _check_arguments(op: ReduceOp, predivide: float, passes: int) -> None:
-    if op == Adasum:
-        raise NotImplementedError("op=Adasum is not available yet; use Average or Sum")
-    if op not in (Average, Sum):
-        raise ValueError(f"DistributedOptimizer supports op=Average and op=Sum, got {op!r}")
+    if op not in (Average, Sum, Adasum):
+        raise ValueError(f"DistributedOptimizer supports op=Average, Sum and Adasum, got {op!r}")
     if not predivide > 0:
         raise ValueError(f"gradient_predivide_factor must be greater than 0, got {predivide}")
     if predivide != 1.0 and op != Average:
         raise ValueError("gradient_predivide_factor has a meaning with op=Average only")
-    _check_passes(passes)
-
-
-def _check_passes(passes: int) -> None:
-    if isinstance(passes, bool) or not isinstance(passes, int) or passes < 1:
-        raise ValueError(f"backward_passes_per_step must be an integer >= 1, got {passes!r}")
-
-
-def _check_groups(groups: Groups, num_groups: int) -> Groups:
-    if num_groups:
-        warnings.warn("num_groups is deprecated, use groups", DeprecationWarning, stacklevel=3)
-        groups = num_groups if groups is None else groups
-    if groups is None or isinstance(groups, int):
-        if isinstance(groups, bool) or (groups is not None and groups < 0):
-            raise ValueError(f"groups must be an integer >= 0 or lists of parameters, got {groups}")
-        return groups or None
-    try:
-        lists = [list(group) for group in groups]
-    except TypeError:
-        raise ValueError(f"groups must be an integer >= 0 or lists of parameters, got {groups!r}") from None
-    if not all(isinstance(tensor, torch.Tensor) for group in lists for tensor in group):
-        raise ValueError("groups must hold lists of parameters, and something else is in one of them")
-    if any(count > 1 for count in Counter(id(tensor) for group in lists for tensor in group).values()):
-        raise ValueError("a parameter can be in one group only, and one is in several")
-    return lists
-
-
-def _names(
-    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
-) -> dict[int, str]:
-    """id(parameter) -> name, for every parameter of the optimizer."""
-    if named_parameters is None:
-        return _default_names(optimizer)
-    pairs = list(named_parameters)
-    for pair in pairs:
-        ok = (
-            isinstance(pair, tuple)
-            and len(pair) == 2
-            and isinstance(pair[0], str)
-            and isinstance(pair[1], torch.Tensor)
-        )
-        if not ok:
-            raise ValueError(
-                "named_parameters must be (name, parameter) pairs, such as model.named_parameters(), and one item is "
-                f"{type(pair).__name__}"
-            )
-    duplicates = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
-    if duplicates:
-        raise ValueError(f"names in named_parameters must be unique, and these are not: {', '.join(duplicates)}")
-    given: dict[int, str] = {}
-    for name, parameter in pairs:
-        given.setdefault(id(parameter), name)  # tied parameters have several names
-    missing = [
-        f"parameter {index} of group {number}, shape {tuple(parameter.shape)}"
-        for number, group in enumerate(optimizer.param_groups)
-        for index, parameter in enumerate(group["params"])
-        if id(parameter) not in given
-    ]
-    if missing:
-        raise ValueError(f"named_parameters has no name for: {'; '.join(missing)}")
-    return {identity: given[identity] for identity in _identities(optimizer)}
-
-
-def _default_names(optimizer: torch.optim.Optimizer) -> dict[int, str]:
-    names: dict[int, str] = {}
-    for number, group in enumerate(optimizer.param_groups):
-        listed = group.get("param_names")
-        for index, parameter in enumerate(group["params"]):
-            names.setdefault(id(parameter), listed[index] if listed else f"{number}.{index}")
-    return names
-
-
-def _units(optimizer: torch.optim.Optimizer, groups: Groups) -> Iterator[list[torch.Tensor]]:
-    """The parameters in the units that travel together; a unit has one dtype and device."""
-    parameters = list({id(p): p for group in optimizer.param_groups for p in group["params"]}.values())
-    own = {id(parameter) for parameter in parameters}
-    if isinstance(groups, int) and parameters:
-        count = min(groups, len(parameters))
-        size, extra = divmod(len(parameters), count)
-        ends = [number * size + min(number, extra) for number in range(count + 1)]
-        groups = [parameters[begin:end] for begin, end in pairwise(ends)]
-    for group in groups if isinstance(groups, list) else ():
-        kinds: dict[Any, list[torch.Tensor]] = {}
-        for parameter in group:
-            if id(parameter) in own:  # names and groups may cover more than this optimizer
-                own.remove(id(parameter))
-                kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
-        yield from kinds.values()
-    yield from ([parameter] for parameter in parameters if id(parameter) in own)
+    check_passes(passes)

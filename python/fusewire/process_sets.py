@@ -109,6 +109,8 @@ def add_process_set(process_set: ProcessSet | Sequence[int], *, engine: _core.En
     Raises ValueError for ranks that do not exist or a ProcessSet that is registered already, TypeError for what is no
     list of ranks, NotInitializedError before init(), TensorMismatchError when ranks disagree about the members.
     """
+    from . import optimizer
+
     chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
     running = _running(engine)
     if chosen.process_set_id is not None:
@@ -119,6 +121,7 @@ def add_process_set(process_set: ProcessSet | Sequence[int], *, engine: _core.En
     chosen.process_set_id = _core.add_process_set(running, ranks)
     if engine is None:
         _registered.append(chosen)
+        optimizer.rebind_living(running)
     return chosen
 
 
@@ -227,5 +230,9 @@ def _forget_all() -> None:
     """After shutdown(): ids belong to an engine that is gone."""
     for process_set in _registered:
         process_set.process_set_id = None
+    for engines in _adopted.values():
+        for process_set in engines.values():
+            if process_set is not global_process_set:
+                process_set.process_set_id = None
     _registered.clear()
     _adopted.clear()

@@ -64,7 +64,7 @@ HOROVOD: dict[str, tuple[str, ...] | None] = {
     "broadcast_optimizer_state": ("optimizer", "root_rank", "model"),
     "broadcast_object": ("obj", "root_rank", "name", *SET),
     "allgather_object": ("obj", "name"),
-    "SyncBatchNorm": None,
+    "SyncBatchNorm": ("num_features", "eps", "momentum", "affine", "track_running_stats"),
     "HorovodInternalError": None,
     "elastic": None,
     "elastic.run": None,
