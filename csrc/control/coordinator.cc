@@ -83,6 +83,7 @@ void Coordinator::Impl::tick() {
     }
     unit = next;
   }
+  probes = inspector.probe(watched(), now);
   const Unit* oldest = waiting.front();
   const auto& running = planner.running();
   const bool late = oldest != nullptr && inspector.expired(oldest->since, now);

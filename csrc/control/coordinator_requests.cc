@@ -19,6 +19,7 @@ void Coordinator::Impl::receive(int rank, RequestList&& message) {
   cache.acknowledge(rank, message.acked);
   for (const uint64_t bucket : message.completed) planner.complete(bucket, rank);
   if (message.failure) return fail(message.failure->code, message.failure->rank, std::move(message.failure->message));
+  if (message.activity) inspector.answered(rank, std::move(*message.activity));
   if (join != nullptr && !(message.requests.empty() && message.completed.empty())) put_off_join();
   if (!message.requests.empty()) {
     const Request& last = message.requests.back();

@@ -99,9 +99,11 @@ std::optional<ResponseList> Coordinator::Impl::respond() {
     return list;
   }
   const std::vector<PlannedBucket> planned = planner.take(now);
-  if (planned.empty() && errors.empty() && !cache.has_evicted()) return std::nullopt;
+  if (planned.empty() && errors.empty() && probes.empty() && !cache.has_evicted()) return std::nullopt;
   list.sequence = ++sequence;
   list.errors = std::exchange(errors, {});
+  const std::vector<int> asked = std::exchange(probes, {});
+  list.probed.assign(asked.begin(), asked.end());
   list.buckets.reserve(planned.size());
   for (const PlannedBucket& bucket : planned) list.buckets.push_back(describe(bucket));
   // Only now may they be evicted: a response's evictions are applied before its buckets.

@@ -67,6 +67,7 @@ struct Coordinator::Impl {
 
   std::vector<ResponseError> errors;  // for the next response
   std::vector<std::string> reports;
+  std::vector<int> probes;  // for the next response
   std::vector<Debt> debts;
 
   // Note [Joining]

@@ -100,12 +100,16 @@ struct ResponseError {
   std::string message;
 };
 
+// What a rank tells of its activity (its stacks) is no longer than this; the middle of a longer text is left out.
+inline constexpr size_t kLongestActivity = 8 << 10;
+
 // Rank -> root.
 struct RequestList {
   uint64_t acked = 0;               // sequence number of the last ResponseList this rank has applied
   std::vector<uint64_t> completed;  // buckets this rank (first member of their set) has finished
   std::vector<Request> requests;
   std::optional<ResponseError> failure;  // this rank cannot go on (its data plane failed): everybody is to raise this
+  std::optional<std::string> activity;   // what this rank does, in answer to ResponseList::probed
 };
 
 // One unit inside a response. With `id` cached on the receiver, `name` is empty. A unit seen for the first time carries
@@ -136,6 +140,7 @@ struct ResponseList {
   std::vector<ResponseBucket> buckets;
   std::vector<ResponseError> errors;
   std::optional<ResponseError> fatal;  // the whole job has failed
+  std::vector<int32_t> probed;         // these ranks are asked what they do, because others wait for them
 };
 
 }  // namespace fusewire

@@ -74,6 +74,7 @@ struct Participant::Impl {
   std::vector<Request> requests;  // one with neither id nor description has been withdrawn
   std::vector<uint64_t> completed;
   std::optional<ResponseError> failure;
+  std::optional<std::string> activity;
 
   const ProcessSet& check(const UnitSpec& spec) const;
   void pay_debt(uint32_t set, const std::string& name);
@@ -359,8 +360,17 @@ void Participant::completed(uint64_t bucket) { impl_->completed.push_back(bucket
 
 void Participant::report_failure(ResponseError failure) { impl_->failure = std::move(failure); }
 
+void Participant::tell_activity(std::string text) {
+  if (text.size() > kLongestActivity) {
+    constexpr std::string_view kCut = "\n...\n";
+    const size_t half = (kLongestActivity - kCut.size()) / 2;
+    text = text.substr(0, half).append(kCut) + text.substr(text.size() - half);
+  }
+  impl_->activity = std::move(text);
+}
+
 bool Participant::has_outgoing() const {
-  return !impl_->requests.empty() || !impl_->completed.empty() || impl_->acknowledge || impl_->failure;
+  return !impl_->requests.empty() || !impl_->completed.empty() || impl_->acknowledge || impl_->failure || impl_->activity;
 }
 
 RequestList Participant::take_outgoing() {
@@ -370,6 +380,7 @@ RequestList Participant::take_outgoing() {
   list.completed.swap(impl.completed);
   list.requests.swap(impl.requests);
   list.failure.swap(impl.failure);
+  list.activity.swap(impl.activity);
   if (std::exchange(impl.withdrawn, false)) {
     std::erase_if(list.requests, [](const Request& r) { return r.id == kNoCacheId && r.spec == nullptr; });
   }
@@ -388,6 +399,7 @@ Participant::Outcome Participant::apply(const ResponseList& response) {
   const bool excused = impl.joined;  // even if this response has the answer to the join
   Outcome outcome;
   outcome.fatal = response.fatal;
+  outcome.probed = std::find(response.probed.begin(), response.probed.end(), impl.rank) != response.probed.end();
   if (impl.abandoned) return outcome;
   for (const CacheId id : response.evicted) impl.evict(id);
   if (!response.evicted.empty()) impl.acknowledge = true;

@@ -67,6 +67,9 @@ class Participant {
   // This rank cannot go on (its data plane failed). The root makes it the whole job's fatal error; the first one wins.
   void report_failure(ResponseError failure);
 
+  // The answer to Outcome::probed, cut to kLongestActivity.
+  void tell_activity(std::string text);
+
   // What to send to the root. An acknowledgement alone is sent only when a response evicted something.
   bool has_outgoing() const;
   RequestList take_outgoing();
@@ -76,6 +79,7 @@ class Participant {
     std::vector<Work> work;
     std::vector<Failure> failures;
     std::optional<ResponseError> fatal;
+    bool probed = false;  // the root asks what this rank does
   };
   Outcome apply(const ResponseList& response);
 

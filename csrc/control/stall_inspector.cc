@@ -9,6 +9,7 @@ namespace {
 
 constexpr size_t kNamesShown = 8;
 constexpr size_t kRanksShown = 8;
+constexpr std::chrono::milliseconds kPatience{500};
 constexpr size_t kBucketsShown = 4;
 
 std::string seconds(TimePoint::duration duration) {
@@ -25,6 +26,7 @@ std::string quoted(const std::string& name) { return "'" + name + "'"; }
 StallInspector::StallInspector(int size, const Config& config)
     : check_(interval(config.stall_check_seconds)),
       abort_(interval(config.stall_abort_seconds)),
+      probes_(static_cast<size_t>(size)),
       announced_(static_cast<size_t>(size)) {}
 
 std::optional<StallInspector::Duration> StallInspector::interval(double seconds) {
@@ -47,7 +49,58 @@ std::optional<TimePoint> StallInspector::oldest(const Watched& watched) {
   return since;
 }
 
+// Of the shortest interval a quarter, so that tests with short ones work, too.
+StallInspector::Duration StallInspector::patience() const {
+  Duration shortest = kPatience * 4;
+  if (check_) shortest = std::min(shortest, *check_);
+  if (abort_) shortest = std::min(shortest, *abort_);
+  return shortest / 4;
+}
+
 std::optional<TimePoint> StallInspector::next_deadline(const Watched& watched) const {
+  const std::optional<TimePoint> say = next_say(watched);
+  return !say || probed_for_ == say ? say : *say - patience();
+}
+
+std::vector<int> StallInspector::probe(const Watched& watched, TimePoint now) {
+  const std::optional<TimePoint> say = next_say(watched);
+  if (!say || probed_for_ == say || now < *say - patience()) return {};
+  probed_for_ = say;
+  for (Probe& probe : probes_) probe = {};
+  const Duration interval = check_ && abort_ ? std::min(*check_, *abort_) : check_.value_or(abort_.value_or(kPatience));
+  std::vector<int> asked = late(watched, interval, *say).ranks;
+  if (asked.empty() && !watched.planner.running().empty()) {
+    asked = watched.planner.running().begin()->second.set->ranks;  // one of them is inside of the bucket and waits
+  }
+  if (asked.size() > kRanksShown) asked.resize(kRanksShown);
+  for (const int rank : asked) probes_[static_cast<size_t>(rank)].asked = true;
+  return asked;
+}
+
+void StallInspector::answered(int rank, std::string activity) {
+  Probe& probe = probes_[static_cast<size_t>(rank)];
+  if (probe.asked) probe.answer = std::move(activity);
+}
+
+// Indented below the line about the rank.
+std::string StallInspector::describe_activity(int rank) const {
+  const Probe& probe = probes_[static_cast<size_t>(rank)];
+  if (!probe.asked) return {};
+  const std::string who = "rank " + std::to_string(rank);
+  if (probe.answer.empty()) {
+    return "\n  " + who + " did not answer when it was asked what it does: it is stopped, swapping or inside of a " +
+           "collective";
+  }
+  std::string text = "\n  what " + who + " does:";
+  for (size_t begin = 0; begin < probe.answer.size();) {
+    const size_t end = std::min(probe.answer.find('\n', begin), probe.answer.size());
+    if (end > begin) text += "\n    " + probe.answer.substr(begin, end - begin);
+    begin = end + 1;
+  }
+  return text;
+}
+
+std::optional<TimePoint> StallInspector::next_say(const Watched& watched) const {
   const std::optional<TimePoint> since = oldest(watched);
   if (!since) return std::nullopt;
   std::optional<TimePoint> deadline;
@@ -75,8 +128,9 @@ StallInspector::Verdict StallInspector::verdict(const Watched& watched, TimePoin
   return verdict;
 }
 
-StallInspector::Verdict StallInspector::describe(const Watched& watched, Duration age, TimePoint now) const {
-  std::vector<const Unit*> units;
+StallInspector::Late StallInspector::late(const Watched& watched, Duration age, TimePoint now) const {
+  Late found;
+  std::vector<const Unit*>& units = found.units;
   RankSet late_set(static_cast<int>(announced_.size()));
   const Unit* join = nullptr;
   for (const Unit* unit = watched.waiting.front(); unit != nullptr && unit->since + age <= now;
@@ -94,14 +148,17 @@ StallInspector::Verdict StallInspector::describe(const Watched& watched, Duratio
       if (!unit->submitted.contains(rank) && !watched.joined.contains(rank)) late_set.insert(rank);
     }
   }
-  std::vector<int> late;
   for (int rank = 0; rank < static_cast<int>(announced_.size()); ++rank) {
-    if (late_set.contains(rank)) late.push_back(rank);
+    if (late_set.contains(rank)) found.ranks.push_back(rank);
   }
+  return found;
+}
 
+StallInspector::Verdict StallInspector::describe(const Watched& watched, Duration age, TimePoint now) const {
+  const auto [units, late] = this->late(watched, age, now);
   std::vector<std::string> lines;
   for (size_t i = 0; i < late.size() && i < kRanksShown; ++i) {
-    lines.push_back(describe_late_rank(late[i], units, now));
+    lines.push_back(describe_late_rank(late[i], units, now) + describe_activity(late[i]));
   }
   if (late.size() > kRanksShown) {
     lines.push_back(rank_list({late.begin() + kRanksShown, late.end()}) +
@@ -117,6 +174,12 @@ StallInspector::Verdict StallInspector::describe(const Watched& watched, Duratio
                     std::to_string(bucket.set->first()) + " has not reported that it has run");
   }
   if (buckets > kBucketsShown) lines.push_back(std::to_string(buckets - kBucketsShown) + " more buckets run as long");
+  if (late.empty()) {
+    for (int rank = 0; rank < static_cast<int>(probes_.size()); ++rank) {
+      const std::string activity = describe_activity(rank);
+      if (!activity.empty()) lines.push_back(activity.substr(1));
+    }
+  }
 
   Verdict verdict;
   for (const std::string& line : lines) {

@@ -26,7 +26,15 @@ class StallInspector {
     const RankSet& joined;
   };
 
-  // When a report or an abort is due next, exactly; nullopt: never, as things stand.
+  // Note [Probes]
+  // Half a second before a report or an abort is due, the ranks that it will name are asked what they do. Who has not
+  // answered by then is stopped, swapping or inside of a collective; the report says so and is not delayed by it.
+  //
+  // The ranks to ask now; empty: none.
+  std::vector<int> probe(const Watched& watched, TimePoint now);
+  void answered(int rank, std::string activity);
+
+  // When a probe, a report or an abort is due next, exactly; nullopt: never, as things stand.
   std::optional<TimePoint> next_deadline(const Watched& watched) const;
 
   // The report, if one is due; at most one per interval.
@@ -44,6 +52,14 @@ class StallInspector {
 
  private:
   using Duration = TimePoint::duration;
+  struct Probe {
+    bool asked = false;
+    std::string answer;
+  };
+  struct Late {
+    std::vector<const Unit*> units;  // what is waited for
+    std::vector<int> ranks;          // by whom it has not been submitted
+  };
   struct LastAnnounced {
     std::string name;  // empty: nothing yet
     TimePoint when;
@@ -51,12 +67,18 @@ class StallInspector {
 
   static std::optional<Duration> interval(double seconds);
   static std::optional<TimePoint> oldest(const Watched& watched);
+  std::optional<TimePoint> next_say(const Watched& watched) const;  // report or abort
+  Duration patience() const;
+  Late late(const Watched& watched, Duration age, TimePoint now) const;
+  std::string describe_activity(int rank) const;
   Verdict describe(const Watched& watched, Duration age, TimePoint now) const;
   std::string describe_late_rank(int rank, const std::vector<const Unit*>& units, TimePoint now) const;
 
   std::optional<Duration> check_;
   std::optional<Duration> abort_;
   std::optional<TimePoint> last_report_;
+  std::optional<TimePoint> probed_for_;  // what has been asked will be said then
+  std::vector<Probe> probes_;            // by rank
   std::vector<LastAnnounced> announced_;
 };
 

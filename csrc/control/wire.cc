@@ -16,11 +16,11 @@ namespace {
 // lists and strings start with their length. Cache ids are coded as the distance from the id to be expected, one more
 // than the last, so ids in ascending order take one byte each.
 //
-//   RequestList    'Q', acked, completed[], requests[], failure?
+//   RequestList    'Q', acked, completed[], requests[], head: 1 = a failure follows, 2 = the activity
 //   Request        head, then: the absent bits where head has 2 set; extents[] where it has 4 set; the description
 //   where
 //                  it has 1 set, else the distance of the id is head / 8
-//   ResponseList   'R', sequence, evicted[], buckets[], errors[], whether there is a fatal one, the fatal one
+//   ResponseList   'R', sequence, evicted[], buckets[], errors[], head: 1 = a fatal one follows, 2 = probed[]
 //   ResponseUnit   head: 1 = a name follows, 2 = there is an id, and its distance is head / 8, 4 = extents[] follow
 //   dimensions     one more than they are: the first may be -1
 
@@ -31,6 +31,8 @@ constexpr uint64_t kHasAbsentBits = 2;
 constexpr uint64_t kHasName = 1;
 constexpr uint64_t kHasId = 2;
 constexpr uint64_t kHasExtents = 4;
+constexpr uint64_t kHasError = 1;
+constexpr uint64_t kHasProbe = 2;
 constexpr int kDistanceShift = 3;
 
 constexpr uint64_t fold(int64_t value) {
@@ -308,8 +310,9 @@ std::vector<std::byte> encode(const RequestList& message) {
     if (!request.extents.empty()) write_extents(writer, request.extents);
     if (request.spec) write_spec(writer, *request.spec);
   });
-  writer.byte(message.failure ? 1 : 0);
+  writer.number((message.failure ? kHasError : 0) | (message.activity ? kHasProbe : 0));
   if (message.failure) write_error(writer, *message.failure);
+  if (message.activity) writer.text(*message.activity);
   return writer.take();
 }
 
@@ -334,7 +337,12 @@ RequestList decode_requests(std::span<const std::byte> frame) {
     }
     return request;
   });
-  if (reader.flag()) message.failure = read_error(reader);
+  const uint64_t rest = reader.number(kHasError | kHasProbe);
+  if ((rest & kHasError) != 0) message.failure = read_error(reader);
+  if ((rest & kHasProbe) != 0) {
+    message.activity = reader.text();
+    if (message.activity->size() > kLongestActivity) malformed("a text that is too long");
+  }
   reader.finish();
   return message;
 }
@@ -365,8 +373,9 @@ std::vector<std::byte> encode(const ResponseList& message) {
     writer.list(bucket.described, [&](const UnitSpec& spec) { write_spec(writer, spec); });
   });
   writer.list(message.errors, [&](const ResponseError& error) { write_error(writer, error); });
-  writer.byte(message.fatal ? 1 : 0);
+  writer.number((message.fatal ? kHasError : 0) | (message.probed.empty() ? 0 : kHasProbe));
   if (message.fatal) write_error(writer, *message.fatal);
+  if (!message.probed.empty()) writer.list(message.probed, [&](int32_t rank) { writer.integer(rank); });
   return writer.take();
 }
 
@@ -379,7 +388,9 @@ ResponseList decode_responses(std::span<const std::byte> frame) {
   IdPredictor ids;
   message.buckets = reader.list([&] { return read_bucket(reader, ids); });
   message.errors = reader.list([&] { return read_error(reader); });
-  if (reader.flag()) message.fatal = read_error(reader);
+  const uint64_t rest = reader.number(kHasError | kHasProbe);
+  if ((rest & kHasError) != 0) message.fatal = read_error(reader);
+  if ((rest & kHasProbe) != 0) message.probed = reader.list([&] { return reader.integer32(); });
   reader.finish();
   return message;
 }

@@ -3,6 +3,7 @@
 #include <pthread.h>
 #include <sched.h>
 
+#include <algorithm>
 #include <atomic>
 #include <chrono>
 #include <limits>
@@ -13,6 +14,7 @@
 
 #include "common/futex.h"
 #include "common/logging.h"
+#include "engine/activity.h"
 #include "engine/completion.h"
 #include "engine/executor.h"
 #include "engine/plane_table.h"
@@ -56,6 +58,16 @@ ShmOptions plane_options(const Config& config, std::chrono::microseconds spin) {
   return options;
 }
 
+// The shorter of the stall times that are not off.
+std::optional<std::chrono::nanoseconds> stall_interval(const Config& config) {
+  double shortest = std::numeric_limits<double>::infinity();
+  for (const double seconds : {config.stall_check_seconds, config.stall_abort_seconds}) {
+    if (seconds > 0) shortest = std::min(shortest, seconds);
+  }
+  if (shortest > 1e9) return std::nullopt;
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(shortest));
+}
+
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
 
 int64_t nanoseconds_at(std::optional<std::chrono::nanoseconds> from_now) {
@@ -87,7 +99,12 @@ class Engine::Impl {
         recorder_(endpoint_->rank(), endpoint_->size()),
         executor_(completion_, recorder_, [this] { seat_.ring(); }),
         planes_(*endpoint_, plane_options(config, spin_)),
-        progress_(*endpoint_, config_, logger_, completion_, executor_, planes_, recorder_) {
+        progress_(*endpoint_, config_, logger_, completion_, executor_, planes_, recorder_),
+        activity_([this](std::string text) {
+          progress_.tell_activity(std::move(text));
+          seat_.ring();
+        }) {
+    progress_.on_probe([this] { activity_.ask(); });
     if (!config_.timeline.empty()) {
       recorder_.timeline().start(config_.timeline, config_.timeline_mark_cycles, config_.timeline_limit);
     }
@@ -118,6 +135,7 @@ class Engine::Impl {
   Executor executor_;
   PlaneTable planes_;
   Progress progress_;
+  ActivityProbe activity_;
 
  private:
   void coordinate();
@@ -125,12 +143,37 @@ class Engine::Impl {
   bool run_inline();
   bool spin(const HandleState& handle);
   void leave_seat();
+  std::optional<std::chrono::nanoseconds> look_in();
   void on_departure(const Departure& departure);
 
   const uint32_t born_at_fork_ = watch_forks();
   // When the sleeping coordinator thread will look at the stall times by itself, in steady-clock nanoseconds. A caller
   // that leaves the seat with an earlier deadline pending wakes it, so that somebody watches the clock.
   std::atomic<int64_t> armed_until_{kNever};
+  // Note [Lent progress]
+  // A driver that runs a bucket has no use for progress_ meanwhile, but rank 0's has to report stalls, and the bucket
+  // may be what stalls. So it offers progress_ for that time; the coordinator thread, which wakes by itself when stall
+  // times may be over, borrows it, and the driver, when its bucket has ended, waits until it is back.
+  enum : uint32_t { kOwned, kOffered, kBorrowed };
+  class Loan {
+   public:
+    explicit Loan(std::atomic<uint32_t>& state) : state_(state) { state_.store(kOffered, std::memory_order_release); }
+    ~Loan() {
+      for (uint32_t state = kOffered; !state_.compare_exchange_strong(state, kOwned, std::memory_order_acquire);) {
+        if (state == kBorrowed) futex_wait(state_, kBorrowed);
+        state = kOffered;
+      }
+    }
+    Loan(const Loan&) = delete;
+    Loan& operator=(const Loan&) = delete;
+
+   private:
+    std::atomic<uint32_t>& state_;
+  };
+  std::atomic<uint32_t> loan_{kOwned};
+  // How often the coordinator thread of rank 0 looks whether something has stalled while callers drive; none: never.
+  const std::optional<std::chrono::nanoseconds> watched_every_ =
+      endpoint_->rank() == 0 ? stall_interval(config_) : std::nullopt;
   std::atomic<bool> closing_{false};
   std::atomic<bool> closed_{false};
   std::mutex shutdown_mutex_;  // held for all of shutdown(); taken before every other lock
@@ -229,7 +272,15 @@ void Engine::Impl::drive(const HandleState& handle, const std::function<void()>&
 // Note [Inline buckets]. A driver that runs a bucket sends nothing meanwhile, so it must not run one while a peer may
 // still lack the rest of the very response that starts it: then the executor thread does.
 bool Engine::Impl::run_inline() {
-  if (!endpoint_->has_unsent()) return executor_.run_one();
+  if (!executor_.has_runnable()) return false;
+  if (!endpoint_->has_unsent()) {
+    if (watched_every_ && armed_until_.load(std::memory_order_relaxed) == kNever) {
+      armed_until_.store(0, std::memory_order_seq_cst);
+      seat_.alarm();
+    }
+    const Loan loan(loan_);
+    return executor_.run_one();
+  }
   executor_.hand_over();
   return false;
 }
@@ -272,10 +323,26 @@ void Engine::Impl::coordinate() {
       seat_.leave();
       completion_.notify();
       if (!completion_.has_waiters() && progress_.has_work()) continue;
+    } else if (watched_every_ && !closing_.load(std::memory_order_seq_cst)) {
+      timeout = look_in();
+      armed_until_.store(nanoseconds_at(timeout), std::memory_order_seq_cst);
     }
     if (closed_.load(std::memory_order_seq_cst)) break;
     seat_.sleep_as_coordinator(ticket, timeout);
   }
+}
+
+// See Note [Lent progress]. Returns how long to sleep.
+std::optional<std::chrono::nanoseconds> Engine::Impl::look_in() {
+  std::chrono::nanoseconds sleep = *watched_every_;
+  uint32_t state = kOffered;
+  if (!loan_.compare_exchange_strong(state, kBorrowed, std::memory_order_acquire)) return sleep;
+  while (progress_.step()) {
+  }
+  if (const auto due = progress_.time_to_deadline()) sleep = std::min(sleep, *due);
+  loan_.store(kOffered, std::memory_order_release);
+  futex_wake(loan_, 1);
+  return sleep;
 }
 
 void Engine::Impl::on_departure(const Departure& departure) {
@@ -325,6 +392,7 @@ void Engine::Impl::shutdown(bool clean, const std::string& reason) {
   completion_.notify();
   coordinator_thread_.join();
   executor_.stop();
+  activity_.stop();
   recorder_.timeline().stop();
   completion_.drop_retired();
 }
@@ -384,6 +452,10 @@ void Engine::stop_timeline() {
 }
 
 size_t Engine::pending() const { return impl_->progress_.pending(); }
+
+void Engine::set_activity_source(std::function<std::string()> source) {
+  impl_->activity_.set_source(std::move(source));
+}
 
 void Engine::abandon_after_fork() noexcept {
   impl_->recorder_.timeline().abandon_after_fork();

@@ -50,9 +50,15 @@ void Progress::departed(const Departure& departure) {
   has_departures_.store(true, std::memory_order_seq_cst);
 }
 
+void Progress::tell_activity(std::string text) {
+  const std::lock_guard lock(inbox_mutex_);
+  activity_ = std::move(text);
+  has_activity_.store(true, std::memory_order_seq_cst);
+}
+
 bool Progress::has_work() const {
   return has_submissions_.load(std::memory_order_seq_cst) || has_departures_.load(std::memory_order_seq_cst) ||
-         executor_.has_completed() || has_new_trouble() || endpoint_.has_incoming();
+         executor_.has_completed() || has_activity_.load(std::memory_order_seq_cst) || has_new_trouble() || endpoint_.has_incoming();
 }
 
 bool Progress::step() {
@@ -76,6 +82,7 @@ bool Progress::try_step(Clock::time_point now) {
   now_ = now;
   bool worked = take_submissions(now);
   worked |= take_completions();
+  worked |= take_activity();
   worked |= coordinator_ ? lead(now) : follow();
   worked |= take_departures(now);
   check_trouble(now);
@@ -120,6 +127,14 @@ bool Progress::take_submissions(Clock::time_point now) {
 bool Progress::take_completions() {
   if (!executor_.has_completed()) return false;
   for (const uint64_t bucket : executor_.take_completed()) participant_.completed(bucket);
+  return true;
+}
+
+bool Progress::take_activity() {
+  if (!has_activity_.load(std::memory_order_seq_cst)) return false;
+  const std::lock_guard lock(inbox_mutex_);
+  has_activity_.store(false, std::memory_order_seq_cst);
+  participant_.tell_activity(std::exchange(activity_, std::nullopt).value_or(""));
   return true;
 }
 
@@ -200,6 +215,7 @@ bool Progress::take_departures(Clock::time_point now) {
 void Progress::apply(const ResponseList& response) {
   if (join_active_) join_active_ = Clock::now();
   Participant::Outcome outcome = participant_.apply(response);
+  if (outcome.probed && on_probe_) on_probe_();
   for (Work& work : outcome.work) dispatch(work);
   for (const Failure& failure : outcome.failures) {
     fail_unit(units_.take(failure.token), std::make_shared<Error>(failure.code, failure.message, failure.rank));

@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -33,6 +34,10 @@ class Progress {
 
   void add(UnitSpec spec, std::vector<int64_t> extents, InFlight unit);
   void departed(const Departure& departure);
+  void tell_activity(std::string text);  // what the root has asked for through `on_probe`
+
+  // Is called, on the driver's thread, when the root asks what this rank does. Set it before anything happens.
+  void on_probe(std::function<void()> callback) { on_probe_ = std::move(callback); }
 
   bool step();            // true: something was done, look again
   bool has_work() const;  // cheap, for the moment before a sleep
@@ -58,6 +63,7 @@ class Progress {
   bool take_submissions(Clock::time_point now);
   bool take_departures(Clock::time_point now);
   bool take_completions();
+  bool take_activity();
   bool lead(Clock::time_point now);  // rank 0 with its Coordinator
   bool follow();                     // everybody else
   void apply(const ResponseList& response);
@@ -82,6 +88,7 @@ class Progress {
   Participant participant_;
   std::unique_ptr<Coordinator> coordinator_;
   InFlightTable units_;
+  std::function<void()> on_probe_;
   std::vector<std::byte> frame_;
   Clock::time_point now_{};  // of the step in progress
   std::optional<Departure> root_left_;
@@ -92,8 +99,10 @@ class Progress {
   std::mutex inbox_mutex_;
   std::vector<Submitted> submissions_;
   std::vector<Departure> departures_;
+  std::optional<std::string> activity_;
   std::atomic<bool> has_submissions_{false};
   std::atomic<bool> has_departures_{false};
+  std::atomic<bool> has_activity_{false};
   std::atomic<size_t> pending_{0};
 };
 

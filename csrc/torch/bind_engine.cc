@@ -11,6 +11,7 @@
 
 #include "torch/py_engine.h"
 #include "torch/python_errors.h"
+#include "torch/stacks.h"
 
 namespace fusewire::binding {
 namespace {
@@ -108,6 +109,7 @@ void raise_failure(PyEngine& engine) {
 
 PyEngine::PyEngine(std::unique_ptr<Endpoint> endpoint, const Config& config)
     : engine_(std::make_unique<Engine>(std::move(endpoint), config)) {
+  engine_->set_activity_source(process_stacks);
   Living& living = Living::instance();
   const std::lock_guard lock(living.mutex);
   living.engines.insert(engine_.get());

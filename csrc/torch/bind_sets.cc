@@ -4,12 +4,14 @@
 #include "torch/arguments.h"
 #include "torch/bind_ops.h"
 #include "torch/handle_object.h"
+#include "torch/profile.h"
 #include "torch/python_errors.h"
 
 namespace fusewire::binding {
 namespace {
 
 Handle submit_and_wait(PyEngine& engine, Submission submission) {
+  profile(submission);
   Handle handle = engine.get().submit(std::move(submission), false);
   const py::gil_scoped_release no_gil;
   engine.get().wait(handle, check_signals);

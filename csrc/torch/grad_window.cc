@@ -6,6 +6,7 @@
 #include <utility>
 
 #include "torch/grad_reducer.h"
+#include "torch/profile.h"
 #include "torch/python_errors.h"
 #include "torch/tensor_adapter.h"
 
@@ -63,6 +64,7 @@ void GradReducer::submit(Unit& unit) {
   result.keep_alive = adapter::keep_alive(alive);
   const bool wake = pass_open_ && unannounced_ >= kWakeBytes;
   if (wake) unannounced_ = 0;
+  profile(result);
   unit.handle = engine().submit(std::move(result), wake);
 }
 
@@ -222,6 +224,7 @@ void GradReducer::reduce_again() {
     tensor.absent = !mine;
     tensor.wire = adapter::wire_type(tensor.input.dtype, options_.wire);
     result.keep_alive = adapter::keep_alive(second);
+    profile(result);
     handles.push_back(engine().submit(std::move(result), false));
     seconds.emplace_back(&slot, second);
   }

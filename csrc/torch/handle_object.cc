@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "torch/profile.h"
 #include "torch/python_errors.h"
 
 namespace fusewire::binding {
@@ -118,6 +119,7 @@ PyObject* finish(PyEngine& engine, const Handle& handle, Outcome& outcome) {
 }
 
 PyObject* run(const PyEnginePtr& engine, Submission submission, Outcome outcome, bool wait) {
+  profile(submission);
   Handle handle = engine->get().submit(std::move(submission), !wait);
   return wait ? finish(*engine, handle, outcome) : make_handle(engine, std::move(handle), std::move(outcome));
 }

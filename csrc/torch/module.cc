@@ -9,6 +9,7 @@
 #include "torch/handle_object.h"
 #include "torch/py_engine.h"
 #include "torch/python_errors.h"
+#include "torch/stacks.h"
 
 namespace fusewire::binding {
 namespace {
@@ -53,4 +54,5 @@ PYBIND11_MODULE(_core, module) {
   register_gather(module);
   register_sets(module);
   register_hooks(module);
+  register_stacks(module);
 }

@@ -10,7 +10,7 @@ import traceback
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from . import _core
+from . import _core, _stacks
 from .errors import NotInitializedError
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ def init(
         engine = place.connect(_core, texts)
         place.complete()
         _watch_exit()
+        _stacks.start()
         _failure = _thread_failure = None
         _engine, _place, _pid = engine, place, os.getpid()
         _core.set_default_engine(engine)
@@ -165,6 +166,7 @@ def _leave(clean: bool, reason: str) -> None:
         process_sets._forget_all()
     assert engine is not None
     engine.shutdown(clean, reason)
+    _stacks.stop()
 
 
 # Note [Telling peers why]

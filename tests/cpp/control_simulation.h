@@ -120,6 +120,7 @@ class Simulation {
     std::vector<Ran> ran;
     std::vector<Failed> failed;
     std::optional<ResponseError> fatal;
+    int probes = 0;  // how often the root has asked what it does
     size_t id_requests = 0;    // announced by a cache id
     size_t full_requests = 0;  // announced in full
   };
@@ -216,6 +217,10 @@ class Simulation {
       at.failed.push_back({take_name(at, failure.token), failure.code, failure.rank, failure.message, at.ran.size()});
     }
     if (outcome.fatal) at.fatal = outcome.fatal;
+    if (outcome.probed) {
+      ++at.probes;
+      if (answers_probes) at.participant->tell_activity("rank " + std::to_string(rank) + " reads data\nline two");
+    }
   }
   void complete(int rank) {
     Rank& at = (*this)[rank];
@@ -239,6 +244,7 @@ class Simulation {
       ++ticks;
       coordinator.tick(now);
       broadcast();
+      if (delivers_probes) run();
       for (std::string& report : coordinator.take_reports()) reports.emplace_back(now, std::move(report));
     }
     now = end;
@@ -271,6 +277,8 @@ class Simulation {
   TimePoint now{std::chrono::hours(1)};
   bool hold_completions = false;
   bool lazy_root = false;
+  bool answers_probes = true;
+  bool delivers_probes = false;  // while time moves: what the root asks then is heard and answered at once
   int silent = -1;  // a rank that does nothing for now
   bool unanswered = false;
   UnitToken next_token = 0;

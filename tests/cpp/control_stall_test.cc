@@ -32,7 +32,7 @@ TEST(ControlStall, NamesTheLateRankItsTensorsAndWhatItDidLast) {
     job.submit(rank, make_unit("layer2"));
   }
   job.run();
-  EXPECT_EQ(job.coordinator.next_deadline(), begin + seconds(60));
+  EXPECT_EQ(job.coordinator.next_deadline(), begin + milliseconds(59'500)) << "to ask what rank 2 does";
   job.advance(milliseconds(59'999));
   EXPECT_TRUE(job.reports.empty());
   job.advance(milliseconds(1));
@@ -51,6 +51,63 @@ TEST(ControlStall, NamesTheLateRankItsTensorsAndWhatItDidLast) {
   job.expect_idle();
 }
 
+TEST(ControlStall, TellsWhatLateRanksDo) {
+  Simulation job(4, times(10, 25));
+  job.delivers_probes = true;
+  for (const int rank : {0, 3}) job.submit(rank, make_unit("x"));
+  job.run();
+  job.advance(milliseconds(9'500));
+  EXPECT_TRUE(job.reports.empty());
+  for (int rank = 0; rank < 4; ++rank) EXPECT_EQ(job[rank].probes, rank == 1 || rank == 2 ? 1 : 0) << rank;
+  job.advance(milliseconds(500));
+  ASSERT_EQ(job.reports.size(), 1u);
+  const std::string& text = job.reports.front().second;
+  EXPECT_TRUE(says(text, "\n  what rank 1 does:\n    rank 1 reads data\n    line two\nrank 2 has not submitted"));
+  EXPECT_TRUE(says(text, "what rank 2 does"));
+
+  // Asked again for the next one, and before the abort, whose message has it for every rank.
+  job.advance(seconds(10));
+  EXPECT_EQ(job[1].probes, 2);
+  job.advance(seconds(5));
+  job.run();
+  EXPECT_EQ(job[1].probes, 3);
+  for (int rank = 0; rank < 4; ++rank) {
+    ASSERT_TRUE(job[rank].fatal);
+    EXPECT_TRUE(says(job[rank].fatal->message, "what rank 2 does:\n    rank 2 reads data"));
+  }
+}
+
+TEST(ControlStall, ARankThatCannotAnswerDelaysNothing) {
+  Simulation job(3, times(10, 0));
+  job.delivers_probes = true;
+  job.answers_probes = false;
+  job.submit(0, make_unit("x"));
+  job.submit(1, make_unit("x"));
+  job.run();
+  const TimePoint begin = job.now;
+  job.advance(seconds(10));
+  ASSERT_EQ(job.reports.size(), 1u);
+  EXPECT_EQ(job.reports.front().first, begin + seconds(10));
+  EXPECT_TRUE(says(job.reports.front().second, "rank 2 did not answer when it was asked what it does"));
+
+  // It comes to itself: nothing of the question is left over.
+  job.answers_probes = true;
+  job.submit(2, make_unit("x"));
+  job.run();
+  job.expect_idle();
+}
+
+TEST(ControlStall, AnAnswerIsCutToItsLargestSize) {
+  Participant participant(1, 2);
+  participant.tell_activity("begin" + std::string(100'000, '.') + "end");
+  const RequestList list = decode_requests(encode(participant.take_outgoing()));
+  ASSERT_TRUE(list.activity);
+  EXPECT_LE(list.activity->size(), kLongestActivity);
+  EXPECT_EQ(list.activity->substr(0, 5), "begin");
+  EXPECT_EQ(list.activity->substr(list.activity->size() - 3), "end");
+  EXPECT_FALSE(participant.has_outgoing());
+}
+
 TEST(ControlStall, OncePerInterval) {
   Simulation job(2, times(10, 0));
   job.submit(0, make_unit("x"));
@@ -58,7 +115,7 @@ TEST(ControlStall, OncePerInterval) {
   const TimePoint begin = job.now;
   job.advance(seconds(35));
   ASSERT_EQ(job.reports.size(), 3u);
-  EXPECT_EQ(job.ticks, 3);  // the timer fires when there is something to say and never else
+  EXPECT_EQ(job.ticks, 6);  // the timer fires when there is something to ask or to say and never else
   for (int i = 0; i < 3; ++i) EXPECT_EQ(job.reports[static_cast<size_t>(i)].first, begin + seconds(10 * (i + 1)));
   EXPECT_TRUE(says(job.reports[0].second, "rank 1 last submitted nothing yet"));
 
@@ -67,7 +124,7 @@ TEST(ControlStall, OncePerInterval) {
   job.run();
   job.submit(1, make_unit("x"));
   job.run();
-  EXPECT_EQ(job.coordinator.next_deadline(), begin + seconds(45));
+  EXPECT_EQ(job.coordinator.next_deadline(), begin + milliseconds(44'500));
   job.advance(seconds(10));
   ASSERT_EQ(job.reports.size(), 4u);
   EXPECT_TRUE(says(job.reports[3].second, "rank 0 has not submitted 'y'"));
@@ -165,9 +222,10 @@ TEST(ControlStall, ABucketThatDoesNotEnd) {
   job.submit_everywhere(make_unit("y"));
   job.run();
   const TimePoint begin = job.now;
-  EXPECT_EQ(job.coordinator.next_deadline(), begin + seconds(10));
+  EXPECT_EQ(job.coordinator.next_deadline(), begin + milliseconds(9'500));
   job.advance(seconds(10));
   ASSERT_EQ(job.reports.size(), 1u);
+  EXPECT_EQ(job.reports.front().first, begin + seconds(10));
   EXPECT_TRUE(says(job.reports.front().second, "'x' and 1 more"));
   EXPECT_TRUE(says(job.reports.front().second, "rank 0 has not reported"));
   job.advance(seconds(20));

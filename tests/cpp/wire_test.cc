@@ -53,6 +53,7 @@ RequestList full_requests() {
   request.extents = {1};
   message.requests.emplace_back().spec = std::make_unique<UnitSpec>(open_spec());
   message.failure = ResponseError{1, "", ErrorCode::kCollective, 3, "the data plane of rank 3 failed"};
+  message.activity = "it sleeps";
   return message;
 }
 
@@ -72,6 +73,7 @@ ResponseList full_responses() {
   message.buckets.back().described = {open_spec(), full_spec()};
   message.errors.push_back({2, "x", ErrorCode::kTensorMismatch, -1, "allreduce 'x': shape differs"});
   message.fatal = ResponseError{0, "", ErrorCode::kPeerLost, 3, "rank 3 was lost"};
+  message.probed = {2, 0, 300};
   return message;
 }
 
@@ -98,6 +100,7 @@ void expect_equal(const RequestList& a, const RequestList& b) {
   }
   ASSERT_EQ(a.failure.has_value(), b.failure.has_value());
   if (a.failure) expect_equal(*a.failure, *b.failure);
+  EXPECT_EQ(a.activity, b.activity);
 }
 
 TEST(Wire, RequestsRoundTrip) {
@@ -129,6 +132,13 @@ TEST(Wire, ResponsesRoundTrip) {
   expect_equal(copy.errors.front(), message.errors.front());
   ASSERT_TRUE(copy.fatal);
   expect_equal(*copy.fatal, *message.fatal);
+  EXPECT_EQ(copy.probed, message.probed);
+}
+
+TEST(Wire, AnActivityThatIsTooLongIsRefused) {
+  RequestList message;
+  message.activity = std::string(kLongestActivity + 1, 'x');
+  EXPECT_THROW(decode_requests(encode(message)), Error);
 }
 
 TEST(Wire, SpecialScalesSurvive) {
