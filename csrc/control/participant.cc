@@ -370,7 +370,8 @@ void Participant::tell_activity(std::string text) {
 }
 
 bool Participant::has_outgoing() const {
-  return !impl_->requests.empty() || !impl_->completed.empty() || impl_->acknowledge || impl_->failure || impl_->activity;
+  return !impl_->requests.empty() || !impl_->completed.empty() || impl_->acknowledge || impl_->failure ||
+         impl_->activity;
 }
 
 RequestList Participant::take_outgoing() {

@@ -95,7 +95,8 @@ class Engine {
   size_t pending() const;  // units in flight here
 
   // Where the answer comes from when rank 0 asks what this rank does, because others wait for it: a text of at most
-  // kLongestActivity bytes, found out within half a second on a thread of the engine's. Without one nothing is answered.
+  // kLongestActivity bytes, found out within half a second on a thread of the engine's. Without one nothing is
+  // answered.
   void set_activity_source(std::function<std::string()> source);
 
   // In a forked child: drop descriptors and mappings; every later call raises kShutdown.

@@ -58,7 +58,8 @@ void Progress::tell_activity(std::string text) {
 
 bool Progress::has_work() const {
   return has_submissions_.load(std::memory_order_seq_cst) || has_departures_.load(std::memory_order_seq_cst) ||
-         executor_.has_completed() || has_activity_.load(std::memory_order_seq_cst) || has_new_trouble() || endpoint_.has_incoming();
+         executor_.has_completed() || has_activity_.load(std::memory_order_seq_cst) || has_new_trouble() ||
+         endpoint_.has_incoming();
 }
 
 bool Progress::step() {

@@ -6,8 +6,8 @@
 namespace fusewire {
 
 // Note [Profiler ranges]
-// While torch's profiler is active on the thread that submits, the unit shows up as ranges of record_function, as c10d's
-// collectives do:
+// While torch's profiler is active on the thread that submits, the unit shows up as ranges of record_function, as
+// c10d's collectives do:
 //
 //   fusewire::allreduce    (or another kind) from submission to completion
 //   fusewire::negotiate    until all ranks had submitted it

@@ -120,7 +120,7 @@ class Simulation {
     std::vector<Ran> ran;
     std::vector<Failed> failed;
     std::optional<ResponseError> fatal;
-    int probes = 0;  // how often the root has asked what it does
+    int probes = 0;            // how often the root has asked what it does
     size_t id_requests = 0;    // announced by a cache id
     size_t full_requests = 0;  // announced in full
   };
@@ -279,7 +279,7 @@ class Simulation {
   bool lazy_root = false;
   bool answers_probes = true;
   bool delivers_probes = false;  // while time moves: what the root asks then is heard and answered at once
-  int silent = -1;  // a rank that does nothing for now
+  int silent = -1;               // a rank that does nothing for now
   bool unanswered = false;
   UnitToken next_token = 0;
   size_t responses = 0;
