@@ -43,6 +43,8 @@ size_t sequence_length(std::string_view text) {
 }  // namespace
 
 std::string json_escaped(std::string_view text, size_t most) {
+  const auto plain = [](unsigned char c) { return c >= 0x20 && c < 0x7f && c != '"' && c != '\\'; };
+  if (text.size() <= most && std::all_of(text.begin(), text.end(), plain)) return std::string(text);
   std::string out;
   out.reserve(std::min(text.size(), most) + 8);
   while (!text.empty()) {

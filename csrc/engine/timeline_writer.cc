@@ -3,6 +3,7 @@
 #include <unistd.h>
 
 #include <algorithm>
+#include <charconv>
 #include <cstdio>
 #include <utility>
 
@@ -32,8 +33,16 @@ std::string quoted(std::string_view text) {
   return result.append(json_escaped(text, kNameBytes)) + '"';
 }
 
+void append_number(std::string& out, int64_t number) {
+  char digits[24];
+  out.append(digits, std::to_chars(digits, digits + sizeof digits, number).ptr);
+}
+
 void append_microseconds(std::string& out, int64_t nanoseconds) {
-  out += formatted("%lld.%03d", static_cast<long long>(nanoseconds / 1000), static_cast<int>(nanoseconds % 1000));
+  append_number(out, nanoseconds / 1000);
+  const auto rest = static_cast<int>(nanoseconds % 1000);
+  out += {'.', static_cast<char>('0' + rest / 100), static_cast<char>('0' + rest / 10 % 10),
+          static_cast<char>('0' + rest % 10)};
 }
 
 std::string totals_text(const std::array<double, kChunkStepCount>& totals) {
@@ -287,7 +296,13 @@ void TimelineWriter::name_thread(int thread, std::string_view name, int order) {
 
 void TimelineWriter::event(char phase, int thread, std::string_view name, int64_t begin, int64_t end,
                            std::string_view arguments) {
-  buffer_ = formatted("{\"ph\":\"%c\",\"pid\":%d,\"tid\":%d,\"ts\":", phase, rank_, thread);
+  buffer_ = "{\"ph\":\"";
+  buffer_ += phase;
+  buffer_ += "\",\"pid\":";
+  append_number(buffer_, rank_);
+  buffer_ += ",\"tid\":";
+  append_number(buffer_, thread);
+  buffer_ += ",\"ts\":";
   append_microseconds(buffer_, begin);
   if (phase == 'X') {
     buffer_ += ",\"dur\":";

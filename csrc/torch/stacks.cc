@@ -16,7 +16,7 @@
 namespace fusewire::binding {
 namespace {
 
-constexpr std::chrono::milliseconds kPolitePatience{200};
+constexpr std::chrono::milliseconds kPolitePatience{350};
 
 // Where questions wait for the Python thread. Lock order: `mutex` is a leaf; nobody holds it while taking the GIL.
 struct Desk {
@@ -36,9 +36,10 @@ struct Desk {
   }
 };
 
+// nullopt: nobody could answer in time.
 std::optional<std::string> ask_politely(Desk& desk) {
   std::unique_lock lock(desk.mutex);
-  if (desk.served_in != ::getpid()) return std::nullopt;
+  if (desk.served_in != ::getpid()) return "no thread that could tell its Python stacks runs in that process";
   const uint64_t number = ++desk.asked;
   desk.changed.notify_all();
   if (!desk.changed.wait_for(lock, kPolitePatience, [&] { return desk.answered >= number; })) return std::nullopt;
