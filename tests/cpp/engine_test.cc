@@ -324,6 +324,19 @@ TEST(Engine, TheRootLeaves) {
   waiter.join();
 }
 
+TEST(Engine, TheErrorOfAStallTellsWhatTheLateRankDoes) {
+  Config config;
+  config.stall_check_seconds = 0;
+  config.stall_abort_seconds = 0.4;
+  auto engines = make_engines(2, config);
+  engines[1]->set_activity_source([] { return std::string("it reads\nthe data"); });
+  std::vector<float> values(10, 1.0f);
+  const Error error = error_of([&] { engines[0]->wait(engines[0]->submit(allreduce("x", values))); });
+  EXPECT_EQ(error.code(), ErrorCode::kStalled);
+  EXPECT_NE(std::string(error.what()).find("what rank 1 does:\n    it reads\n    the data"), std::string::npos)
+      << error.what();
+}
+
 TEST(Engine, StallAbortsEverywhereWithTheSameError) {
   Config config;
   config.stall_check_seconds = 0;
