@@ -3,6 +3,7 @@
 import json
 import tempfile
 from collections import Counter
+from pathlib import Path
 
 import torch
 from rank_helpers import ranks
@@ -35,7 +36,7 @@ def test_every_operation_is_a_range_with_its_phases():
     assert all(any(w.time_range.start <= r.time_range.start for w in whole) for r in run)
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         profiler.export_chrome_trace(file.name)
-        names = {event.get("name") for event in json.load(file)["traceEvents"]}
+        names = {event.get("name") for event in json.loads(Path(file.name).read_text())["traceEvents"]}
     assert "fusewire::allreduce" in names
 
 
