@@ -143,6 +143,7 @@ void GradReducer::submit_flags() {
   if (discard_) flags[3 * count] = 1 + engine().rank();
   tensor.absent = std::all_of(flags, flags + 3 * count + 1, [](int32_t flag) { return flag == 0; });
   result.keep_alive = adapter::keep_alive(flags_);
+  profile(result);
   flags_handle_ = engine().submit(std::move(result), false);
 }
 
