@@ -17,8 +17,9 @@ struct Vector {
 
 struct Product {
   double value;
-  double terms;                                                  // the sum of what it is made of, without signs
-  bool vanishes() const { return value <= kCancelled * terms; }  // of a squared norm; never so for NaN
+  double terms;  // the sum of what it is made of, without signs
+  // Of a squared norm: see Note [Vectors that cancel].
+  bool vanishes() const { return std::isfinite(terms) && value <= kCancelled * terms; }
 };
 
 class Tree {

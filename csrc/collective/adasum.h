@@ -23,7 +23,8 @@ namespace fusewire {
 // Note [Vectors that cancel]
 // A vector of the tree may cancel to (nearly) nothing, as opposite inputs do. Its norm then is a difference of large
 // terms, and what is left of it rounding errors. A squared norm below 2^-46 of its terms (so a vector below about one
-// unit in fp32's last place of what it is made of) counts as zero: both coefficients are 1.
+// unit in fp32's last place of what it is made of) counts as zero: both coefficients are 1. A vector with an infinity
+// or a NaN never does: with another that is not zero it gives what the formula gives, NaN in every element.
 struct AdasumCombination {
   std::vector<double> coefficients;  // of the inputs times their scales (below)
   int exponent = 0;                  // the result is 2^exponent times their combination

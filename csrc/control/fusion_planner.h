@@ -46,7 +46,8 @@ class FusionPlanner {
  public:
   explicit FusionPlanner(int64_t threshold) : threshold_(threshold) {}
 
-  // Takes a unit whose members have all submitted it. `skip`: all were absent for all of it.
+  // Takes a unit whose members have all submitted it. `skip`: all were absent for all of it; such units share one
+  // bucket per set, whatever their kinds.
   void add(ReadyUnit unit, bool skip);
 
   // No more units will come for this set, or for any: what has gathered starts.

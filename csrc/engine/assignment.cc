@@ -76,7 +76,7 @@ TensorView make_output(const InFlight& unit, size_t tensor, int64_t rows) {
 
 }  // namespace
 
-Assignment make_assignment(const Work& work, std::vector<InFlight> units, std::shared_ptr<Plane> plane, int rank) {
+Assignment make_assignment(const Work& work, std::vector<InFlight>& units, std::shared_ptr<Plane> plane, int rank) {
   Assignment assignment;
   assignment.bucket = work.bucket;
   assignment.process_set = work.process_set;
@@ -121,9 +121,11 @@ Assignment make_assignment(const Work& work, std::vector<InFlight> units, std::s
       }
       part.segments.push_back({std::move(tensor.input), std::move(tensor.output), std::move(counts)});
     }
-    if (unit.handle) {
-      assignment.units.push_back({std::move(unit.handle), std::move(result), unit_elements, unit.trace});
-    }
+    if (unit.handle) assignment.units.push_back({nullptr, std::move(result), unit_elements, unit.trace});
+  }
+  auto finished = assignment.units.begin();
+  for (InFlight& unit : units) {
+    if (unit.handle) (finished++)->handle = std::move(unit.handle);
   }
   assignment.plane = std::move(plane);
   return assignment;

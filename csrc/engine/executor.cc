@@ -38,7 +38,7 @@ void Executor::stop() {
   if (thread_.joinable()) thread_.join();
 }
 
-void Executor::push(Assignment assignment) {
+void Executor::push(Assignment&& assignment) {
   const std::lock_guard lock(mutex_);
   queue_.push_back(std::move(assignment));
   runnable_.store(!running_, std::memory_order_release);

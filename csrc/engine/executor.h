@@ -64,7 +64,7 @@ class Executor {
   Executor(Completion& completion, Recorder& recorder, std::function<void()> after_run);
   ~Executor();
 
-  void push(Assignment assignment);
+  void push(Assignment&& assignment);              // untouched if it throws (no memory)
   bool run_one() { return run_one_if(kAnySize); }  // false: nothing to run, or somebody is running
   bool run_one_if(int64_t bytes_at_most) { return run_one_if(bytes_at_most, false); }  // for small ones only
   void hand_over();  // wakes the executor thread for what is queued

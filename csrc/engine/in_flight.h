@@ -49,8 +49,8 @@ class InFlightTable {
 
   InFlight take(uint64_t token) {
     Slot& slot = slots_.at(token);
+    free_.push_back(static_cast<uint32_t>(token));  // may throw: first
     slot.used = false;
-    free_.push_back(static_cast<uint32_t>(token));
     InFlight unit = std::move(slot.unit);
     static_cast<void>(oldest());  // lets go of the ages that have passed
     return unit;

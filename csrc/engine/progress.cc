@@ -67,9 +67,7 @@ bool Progress::step() {
     return try_step(Clock::now());
   } catch (const std::exception& e) {
     // A malformed message, memory that could not be mapped, ...: this rank cannot go on, and says so.
-    const auto error = std::make_shared<Error>(
-        ErrorCode::kInternal, "rank " + std::to_string(endpoint_.rank()) + " failed inside Fusewire: " + e.what(),
-        endpoint_.rank());
+    const SharedError error = internal_error(e);
     if (!completion_.failed()) {  // goes out with the next step
       participant_.report_failure({0, "", error->code(), error->rank(), error->what()});
     }
@@ -77,6 +75,12 @@ bool Progress::step() {
     for (InFlight& unit : units_.take_all()) fail_unit(std::move(unit), completion_.failure());
     return true;
   }
+}
+
+Progress::SharedError Progress::internal_error(const std::exception& cause) const {
+  return std::make_shared<Error>(
+      ErrorCode::kInternal, "rank " + std::to_string(endpoint_.rank()) + " failed inside Fusewire: " + cause.what(),
+      endpoint_.rank());
 }
 
 bool Progress::try_step(Clock::time_point now) {
@@ -103,26 +107,36 @@ bool Progress::take_submissions(Clock::time_point now) {
     taken.swap(submissions_);
     has_submissions_.store(false, std::memory_order_seq_cst);
   }
-  for (Submitted& submitted : taken) {
-    if (const SharedError failure = completion_.failure()) {
-      fail_unit(std::move(submitted.unit), failure);
-      continue;
-    }
-    std::vector<bool> absent;
-    const std::vector<SubmittedTensor>& tensors = submitted.unit.tensors;
-    if (std::any_of(tensors.begin(), tensors.end(), [](const SubmittedTensor& t) { return t.absent; })) {
-      absent.reserve(tensors.size());
-      for (const SubmittedTensor& tensor : tensors) absent.push_back(tensor.absent);
-    }
-    const UnitToken token = units_.add(std::move(submitted.unit), now);
+  for (auto next = taken.begin(); next != taken.end(); ++next) {
     try {
-      participant_.submit(submitted.spec, std::move(absent), token, std::move(submitted.extents));
-      if (submitted.spec.kind == OpKind::kJoin) join_active_ = now;
-    } catch (const Error& error) {
-      fail_unit(units_.take(token), std::make_shared<Error>(error));
+      take(*next, now);
+    } catch (const std::exception& cause) {
+      // step() fails what is in units_; of the rest nobody else knows.
+      const SharedError error = internal_error(cause);
+      for (; next != taken.end(); ++next) {
+        if (next->unit.handle) fail_unit(std::move(next->unit), error);
+      }
+      throw;
     }
   }
   return true;
+}
+
+void Progress::take(Submitted& submitted, Clock::time_point now) {
+  if (const SharedError failure = completion_.failure()) return fail_unit(std::move(submitted.unit), failure);
+  std::vector<bool> absent;
+  const std::vector<SubmittedTensor>& tensors = submitted.unit.tensors;
+  if (std::any_of(tensors.begin(), tensors.end(), [](const SubmittedTensor& t) { return t.absent; })) {
+    absent.reserve(tensors.size());
+    for (const SubmittedTensor& tensor : tensors) absent.push_back(tensor.absent);
+  }
+  const UnitToken token = units_.add(std::move(submitted.unit), now);
+  try {
+    participant_.submit(submitted.spec, std::move(absent), token, std::move(submitted.extents));
+    if (submitted.spec.kind == OpKind::kJoin) join_active_ = now;
+  } catch (const Error& error) {
+    fail_unit(units_.take(token), std::make_shared<Error>(error));
+  }
 }
 
 bool Progress::take_completions() {
@@ -225,27 +239,50 @@ void Progress::apply(const ResponseList& response) {
 }
 
 void Progress::dispatch(Work& work) {
-  // What may throw comes before units are taken: a unit that has been taken must be completed.
   for (const WorkUnit& unit : work.units) {
     if (unit.new_set) planes_.add(unit.created_set, *participant_.members(unit.created_set));
   }
   std::vector<InFlight> units;
-  units.reserve(work.units.size());
-  for (const WorkUnit& unit : work.units) {
-    units.push_back(unit.unasked ? unasked(*unit.unasked) : units_.take(unit.token));
-    if (!unit.unasked) pending_.fetch_sub(1, std::memory_order_relaxed);
+  Assignment assignment;
+  try {
+    units.reserve(work.units.size());
+    for (const WorkUnit& unit : work.units) {
+      units.push_back(unit.unasked ? unasked(*unit.unasked) : units_.take(unit.token));
+      if (!unit.unasked) pending_.fetch_sub(1, std::memory_order_relaxed);
+    }
+    for (const InFlight& unit : units) {
+      if (unit.handle) recorder_.answered(unit.trace, unit.taken, now_);
+    }
+    // What nobody has shares a bucket whatever its kind; some kinds make a result even of that, an empty one.
+    const bool runs = std::any_of(units.begin(), units.end(), [&](const InFlight& unit) {
+      return moves_data(unit.kind) && (!work.skip || has_extents(unit.kind));
+    });
+    if (runs) {
+      assignment = make_assignment(work, units, planes_.plane(work.process_set), endpoint_.rank());
+      executor_.push(std::move(assignment));
+    } else {
+      complete(work, units);
+    }
+  } catch (const std::exception& cause) {
+    // A unit that has been taken must be completed. Whoever has its handle now is to do it.
+    const SharedError error = internal_error(cause);
+    const auto give_up = [&](auto& unit) {
+      if (!unit.handle) return;
+      recorder_.dropped(unit.trace, *error);
+      completion_.complete(std::move(unit.handle), {.error = error});
+    };
+    for (InFlight& unit : units) give_up(unit);
+    for (FinishedUnit& unit : assignment.units) give_up(unit);
+    completion_.notify();
+    throw;
   }
-  for (const InFlight& unit : units) {
-    if (unit.handle) recorder_.answered(unit.trace, unit.taken, now_);
-  }
+}
 
-  const OpKind kind = units.front().kind;
-  if (moves_data(kind) && (!work.skip || has_extents(kind))) {  // the results of the latter are made even if empty
-    executor_.push(make_assignment(work, std::move(units), planes_.plane(work.process_set), endpoint_.rank()));
-    return;
-  }
-  if (kind == OpKind::kJoin) join_active_.reset();
+// Units that run nothing.
+void Progress::complete(Work& work, std::vector<InFlight>& units) {
   for (size_t i = 0; i < units.size(); ++i) {
+    const OpKind kind = units[i].kind;
+    if (kind == OpKind::kJoin) join_active_.reset();
     if (kind == OpKind::kRemoveProcessSet) planes_.remove(units[i].process_set);
     if (!units[i].handle) continue;
     WorkUnit& unit = work.units[i];

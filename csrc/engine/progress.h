@@ -5,6 +5,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <exception>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -61,6 +62,7 @@ class Progress {
 
   bool try_step(Clock::time_point now);
   bool take_submissions(Clock::time_point now);
+  void take(Submitted& submitted, Clock::time_point now);
   bool take_departures(Clock::time_point now);
   bool take_completions();
   bool take_activity();
@@ -68,11 +70,13 @@ class Progress {
   bool follow();                     // everybody else
   void apply(const ResponseList& response);
   void dispatch(Work& work);
+  void complete(Work& work, std::vector<InFlight>& units);
   void check_time(Clock::time_point now);
   void check_trouble(Clock::time_point now);
   void report(const Error& failure, Clock::time_point now);
   bool has_new_trouble() const;
   std::optional<Clock::time_point> deadline();
+  SharedError internal_error(const std::exception& cause) const;
   void fail(const SharedError& error);
   void fail_unit(InFlight unit, const SharedError& error);
   void fail_pending(const SharedError& error);

@@ -40,7 +40,7 @@ class Timeline {
   void stop();
   void abandon_after_fork() noexcept;
 
-  bool on() const { return on_.load(std::memory_order_relaxed); }
+  bool on() const { return on_.load(std::memory_order_acquire); }  // then ring_ is there
   bool marks_cycles() const { return marks_cycles_.load(std::memory_order_relaxed); }
 
   uint64_t next_unit() { return units_.fetch_add(1, std::memory_order_relaxed); }

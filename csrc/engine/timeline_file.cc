@@ -69,7 +69,8 @@ std::string json_escaped(std::string_view text, size_t most) {
   return out;
 }
 
-TimelineFile::TimelineFile(std::string path, std::string_view first_event) : path_(std::move(path)) {
+TimelineFile::TimelineFile(std::string path, std::string_view first_event, int64_t limit_bytes)
+    : path_(std::move(path)), limit_(limit_bytes) {
   pending_ = std::string(kOpening) + std::string(first_event);
   if (!rewrite(kFirstBlanks)) {
     throw Error(ErrorCode::kInvalidArgument,
@@ -127,6 +128,7 @@ bool TimelineFile::rewrite(int64_t blanks) {
   }
   good = good && write_all(fresh, pending_, at_);
   const int64_t end = bytes();
+  if (limit_ > 0) blanks = std::clamp<int64_t>(limit_ - end - static_cast<int64_t>(kClosing.size()), 0, blanks);
   const int64_t closing = end + blanks;
   std::fill(block.begin(), block.end(), ' ');
   for (int64_t done = end; good && done < closing; done += static_cast<int64_t>(block.size())) {

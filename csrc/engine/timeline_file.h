@@ -21,7 +21,8 @@ std::string json_escaped(std::string_view text, size_t most = SIZE_MAX);
 class TimelineFile {
  public:
   // Makes the file (or replaces one) with this first event. Throws Error(kInvalidArgument) when that cannot be done.
-  TimelineFile(std::string path, std::string_view first_event);
+  // Events count as they come, but no blanks go beyond `limit_bytes` (0: there is no limit).
+  TimelineFile(std::string path, std::string_view first_event, int64_t limit_bytes = 0);
   ~TimelineFile();  // as finish()
   TimelineFile(const TimelineFile&) = delete;
   TimelineFile& operator=(const TimelineFile&) = delete;
@@ -44,6 +45,7 @@ class TimelineFile {
   bool write_all(int descriptor, std::string_view bytes, int64_t at);
 
   const std::string path_;
+  const int64_t limit_;
   int file_ = -1;
   int64_t at_ = 0;       // where pending_ goes
   int64_t closing_ = 0;  // where the closing brackets are

@@ -18,7 +18,8 @@ constexpr int kFirstBucketThread = 100;
 constexpr int kFirstTensorThread = 1000;
 constexpr size_t kNameBytes = 300;      // of a tensor's name, escaped
 constexpr size_t kContentBytes = 2600;  // of a bucket's list of names, escaped
-constexpr int64_t kRoomForLastWords = 4096;
+// The longest event and the last words, each with the blanks that keep it inside one page of the file.
+constexpr int64_t kRoomForLastWords = 3 * 4096;
 constexpr std::array<std::string_view, kChunkStepCount> kSteps = {"pack", "wait", "reduce", "unpack"};
 
 template <typename... Arguments>
@@ -84,8 +85,10 @@ std::string lane_name(const std::string& name) {
 TimelineWriter::TimelineWriter(const std::string& path, int rank, const std::string& process, int64_t limit_bytes)
     : rank_(rank),
       limit_(limit_bytes),
-      file_(path, formatted("{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":", rank) +
-                      quoted(process) + "}}"),
+      file_(path,
+            formatted("{\"ph\":\"M\",\"name\":\"process_name\",\"pid\":%d,\"args\":{\"name\":", rank) +
+                quoted(process) + "}}",
+            limit_bytes),
       next_thread_(kFirstTensorThread) {
   put(formatted("{\"ph\":\"M\",\"name\":\"process_sort_index\",\"pid\":%d,\"args\":{\"sort_index\":%d}}", rank, rank));
   name_thread(kCyclesThread, "cycles", 0);

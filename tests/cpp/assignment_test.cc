@@ -33,7 +33,7 @@ Assignment assign(InFlight unit, Counts extents, std::vector<bool> skipped = {})
   work.units.back().skipped = std::move(skipped);
   std::vector<InFlight> units;
   units.push_back(std::move(unit));
-  return make_assignment(work, std::move(units), make_plane(), 5);
+  return make_assignment(work, units, make_plane(), 5);
 }
 
 struct Made {

@@ -94,6 +94,7 @@ class Operation {
     if (plan_.kind == OpKind::kAlltoall) submission.extents = plan_.splits[at(rank_)];
     if (has_extents(plan_.kind)) {
       submission.allocate = [this](size_t, const Dims& shape) {
+        ++allocated_;
         result_.assign(static_cast<size_t>(numel(shape)), -1.0F);
         return contiguous_view(result_.data(), DataType::kFloat32, shape);
       };
@@ -116,6 +117,7 @@ class Operation {
     ASSERT_TRUE(handle_->ok()) << handle_->error()->what();
     const bool nobody = std::none_of(members_.begin(), members_.end(), [&](int r) { return brings(r); });
     ASSERT_EQ(handle_->skipped(), nobody ? std::vector<bool>{true} : std::vector<bool>{});
+    ASSERT_EQ(allocated_, has_extents(plan_.kind) ? 1 : 0) << to_string(plan_.kind) << " on rank " << rank_;
     std::vector<float> expected;
     switch (plan_.kind) {
       case OpKind::kAllgather:
@@ -158,6 +160,7 @@ class Operation {
   const std::vector<bool>& working_;
   const int rank_;
   std::vector<float> values_, result_;
+  int allocated_ = 0;
   Handle handle_;
 };
 

@@ -329,8 +329,21 @@ TEST_P(ShmAdasum, InfAndNanStayInTheirTensor) {
       const Rows result = run(job);
       EXPECT_TRUE(result[0] == clean[0] && result[2] == clean[2]);
       EXPECT_FALSE(std::isfinite(read_floating(dtype, result[1].data(), 1234)));
+      if (job.size() == 1) continue;
+      EXPECT_TRUE(std::isnan(read_floating(dtype, result[1].data(), 0))) << "a sum, silently";
     }
   }
+}
+
+TEST(AdasumTree, AnInfinityHasNotCancelled) {
+  constexpr double kInfinity = std::numeric_limits<double>::infinity();
+  for (const double product : {kInfinity, -kInfinity}) {
+    const AdasumCombination poisoned = adasum_combination({kInfinity, product, 1}, {0, 0});
+    EXPECT_TRUE(std::isnan(poisoned.coefficients[0]) || std::isnan(poisoned.coefficients[1])) << product;
+  }
+  // Beside a zero vector it is itself.
+  const AdasumCombination alone = adasum_combination({kInfinity, std::nan(""), 0}, {0, 0});
+  EXPECT_EQ(alone.coefficients, (std::vector<double>{1, 1}));
 }
 
 TEST(AdasumTree, CancelledVectorsCountAsZero) {
