@@ -8,13 +8,13 @@ the gradients: delta = parameters after the local step - parameters before it.
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from . import _core
+from ._scaling import SUPPORTS, tell_scaler, unscale
 from ._wrapping import Attachment, check_passes
 from .process_sets import ProcessSet
 
@@ -33,7 +33,7 @@ class DeltaAttachment(Attachment):
         self._inner: Callable[..., Any] | None = None  # a `step` that somebody (a scheduler) has put into the object
         self._unhooked = False
         # Whether the optimizer's own step unscales and skips, as fused ones do.
-        self._knows_scaling = bool(getattr(optimizer, "_step_supports_amp_scaling", False))
+        self._knows_scaling = bool(getattr(optimizer, SUPPORTS, False))
 
     def bind(self, engine: _core.Engine) -> None:
         self._engine = engine
@@ -47,7 +47,7 @@ class DeltaAttachment(Attachment):
         super().attach(optimizer)
         self._inner = optimizer.__dict__.get("step")
         optimizer.__dict__["step"] = _Step(self, hasattr(self._inner, "_wrapped_by_lr_sched"))
-        optimizer.__dict__["_step_supports_amp_scaling"] = True
+        optimizer.__dict__[SUPPORTS] = True
 
     def unhook(self, optimizer: torch.optim.Optimizer) -> None:
         super().unhook(optimizer)
@@ -57,7 +57,7 @@ class DeltaAttachment(Attachment):
             if self._inner is not None:
                 optimizer.__dict__["step"] = self._inner
         if not self._knows_scaling:
-            optimizer.__dict__.pop("_step_supports_amp_scaling", None)
+            optimizer.__dict__.pop(SUPPORTS, None)
 
     # What users call.
 
@@ -94,26 +94,28 @@ class DeltaAttachment(Attachment):
         bad = found is not None and bool(found)
         if self._member:
             agreed = self._agree([bad, *moved])
-            if agreed[0] and not bad:
-                _tell_scaler(optimizer)
+            if agreed[0] and not bad and found is not None:
+                tell_scaler()
             bad, moved = agreed[0], agreed[1:]
         if bad:
             return None
-        if not self._knows_scaling:
-            _unscale(optimizer, parameters)
+        used = [p for p, yes in zip(parameters, moved, strict=True) if yes]
+        scale = getattr(optimizer, "grad_scale", None)
+        if scale is not None and not self._knows_scaling:
+            unscale(used, scale)
         if not self._member:
             return local()
-        chosen = [p.detach() for p, yes in zip(parameters, moved, strict=True) if yes]
-        start = [p.clone() for p in chosen]
+        chosen = [p.detach() for p in used]
+        other = [p.clone() for p in chosen]
         result = local()
         with torch.no_grad():
-            try:
-                torch._foreach_sub_(chosen, start)  # from here to the end they hold the change
-                self._combine(chosen)
-            except BaseException:
-                torch._foreach_copy_(chosen, start)
-                raise
-            torch._foreach_add_(chosen, start)
+            # What is under way lies in memory of its own: an interrupt (Ctrl-C) may leave it there at any time.
+            for index, (p, start) in enumerate(zip(chosen, other, strict=True)):
+                delta = p - start
+                p.copy_(start)
+                other[index] = delta
+            self._combine(other)
+            torch._foreach_add_(chosen, other)
         return result
 
     def _agree(self, flags: list[bool]) -> list[bool]:
@@ -153,29 +155,3 @@ def _hidden(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         yield
     finally:
         optimizer.__dict__.update(kept)
-
-
-def _unscale(optimizer: torch.optim.Optimizer, parameters: list[torch.Tensor]) -> None:
-    """Divides gradients by a GradScaler's scale, where that has not been done."""
-    scale = getattr(optimizer, "grad_scale", None)
-    if scale is None:
-        return
-    inverse = float(torch.as_tensor(scale).double().reciprocal().float())
-    for p in parameters:
-        if p.grad is not None:
-            gradient = p.grad.detach()
-            (gradient._values() if gradient.layout == torch.sparse_coo else gradient).mul_(inverse)
-
-
-def _tell_scaler(optimizer: torch.optim.Optimizer) -> None:
-    """Another rank has found an infinity: the GradScaler that is calling us must back off here, too.
-
-    It hands over what it has found, but nothing by which to answer, so it is looked for among our callers.
-    """
-    frame = sys._getframe()
-    while frame is not None and frame.f_code is not torch.amp.GradScaler.step.__code__:
-        frame = frame.f_back
-    if frame is not None:
-        state = frame.f_locals["self"]._per_optimizer_states[id(optimizer)]
-        for found in state["found_inf_per_device"].values():
-            found.fill_(1.0)

@@ -29,7 +29,7 @@ class Attachment:
     def __init__(self, optimizer: torch.optim.Optimizer, process_set: ProcessSet, names: dict[int, str]) -> None:
         self.process_set = process_set
         self.names = names  # id(parameter) -> name
-        self.rebound = False  # by a later init(); it may be wrapped again then, as scripts do
+        self.rebound = False  # by a later init(); scripts wrap again then
         self._optimizer = weakref.ref(optimizer)
         self._engine: _core.Engine | None = None
 
@@ -39,6 +39,24 @@ class Attachment:
 
     def added(self, optimizer: torch.optim.Optimizer) -> None:
         """The optimizer has got a parameter group."""
+        self.name_new(optimizer)
+
+    def name_new(self, optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
+        """Gives names to the parameters that have come since, and returns these."""
+        found = []
+        taken = set(self.names.values())
+        for number, group in enumerate(optimizer.param_groups):
+            for index, parameter in enumerate(group["params"]):
+                if id(parameter) in self.names:
+                    continue
+                listed = group.get("param_names")
+                name = listed[index] if listed else f"added.{number}.{index}"
+                while name in taken:
+                    name += "'"
+                taken.add(name)
+                self.names[id(parameter)] = name
+                found.append((name, parameter))
+        return found
 
     def attach(self, optimizer: torch.optim.Optimizer) -> None:
         for name in self.METHODS:
@@ -59,6 +77,10 @@ class Attachment:
         except FusewireError:
             return True
         return False
+
+    def is_replaceable(self) -> bool:
+        """Whether the optimizer may be wrapped again: its wrapping is dead, or was until a later init()."""
+        return self.rebound or self.is_dead()
 
     def _add_param_group(self, param_group: dict[str, Any]) -> None:
         """As the optimizer's own; the new parameters are taken care of, too. Call it on every rank."""

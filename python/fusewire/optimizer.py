@@ -75,7 +75,7 @@ def DistributedOptimizer(
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"DistributedOptimizer wraps a torch.optim.Optimizer, got {type(optimizer).__name__}")
     current = getattr(optimizer, "_fusewire", None)
-    if current is not None and not (current.is_dead() or current.rebound):
+    if current is not None and not current.is_replaceable():
         raise ValueError(
             "this optimizer is wrapped already; wrap an optimizer once, or make a new one over the same parameters"
         )
@@ -89,7 +89,7 @@ def DistributedOptimizer(
     groups = check_groups(groups, num_groups)
     names = names_of(optimizer, named_parameters)
     if current is not None:
-        current.unhook(optimizer)
+        _forget(current, optimizer)
     running = _running(engine)
     process_set = resolve(process_set, engine)
     process_set.registered_id()
@@ -109,22 +109,53 @@ def DistributedOptimizer(
     attachment.bind(running)
     attachment.attach(optimizer)
     if engine is None:
-        _living.append(weakref.ref(attachment))
+        _places.append(_Place(attachment, running))
     return optimizer
 
 
-# In the order in which they were wrapped, which is the same on every rank and gives them equal names.
-_living: list[weakref.ref[Attachment]] = []
+# Note [Places]
+# An engine numbers the optimizers of a process set in the order in which they take a number, and by these numbers ranks
+# know each other's gradients. So after an init() all ranks must take them in the same order: that of wrapping. When an
+# optimizer is freed is no business of the ranks' (one that is part of a reference cycle goes whenever the garbage
+# collector runs), so its place stays: nobody stands there any more, and the number is taken all the same. Only
+# unwrapping, which all ranks do together, gives up a place.
+
+
+class _Place:
+    """Where a wrapped optimizer stands in the order of wrapping; see Note [Places]."""
+
+    def __init__(self, attachment: Attachment, engine: _core.Engine) -> None:
+        self.attachment = weakref.ref(attachment)
+        self._process_set = attachment.process_set
+        self._engine = weakref.ref(engine)
+
+    def move(self, engine: _core.Engine) -> None:
+        """Takes a number of `engine`, unless it has one of it or its process set is not registered there (yet)."""
+        set_id = self._process_set.process_set_id
+        if self._engine() is engine or set_id is None:
+            return
+        self._engine = weakref.ref(engine)
+        attachment = self.attachment()
+        if attachment is not None:
+            attachment.bind(engine)
+            attachment.rebound = True
+        elif engine.rank in engine.members(set_id):
+            engine.next_optimizer(set_id)
+
+
+_places: list[_Place] = []
 
 
 def rebind_living(engine: _core.Engine) -> None:
     """After shutdown() and init(): optimizers go on with the new engine, as soon as their process set is registered."""
-    _living[:] = [reference for reference in _living if reference() is not None]
-    for reference in _living:
-        attachment = reference()
-        if attachment is not None and attachment.is_dead() and attachment.process_set.process_set_id is not None:
-            attachment.bind(engine)
-            attachment.rebound = True
+    for place in _places:
+        place.move(engine)
+
+
+def _forget(attachment: Attachment, optimizer: torch.optim.Optimizer) -> None:
+    """Ends a wrapping, on every rank."""
+    attachment.unhook(optimizer)
+    _places[:] = [place for place in _places if place.attachment() is not attachment]
 
 
 class GradientAttachment(Attachment):
@@ -251,19 +282,9 @@ class GradientAttachment(Attachment):
         if now == self._known:
             return
         self._known = now
-        taken = set(self.names.values())
-        for number, group in enumerate(optimizer.param_groups):
-            for index, parameter in enumerate(group["params"]):
-                if id(parameter) in self.names:
-                    continue
-                listed = group.get("param_names")
-                name = listed[index] if listed else f"added.{number}.{index}"
-                while name in taken:
-                    name += "'"
-                taken.add(name)
-                self.names[id(parameter)] = name
-                if self._reducer is not None:
-                    self._reducer.add([name], [parameter], missed=missed)
+        for name, parameter in self.name_new(optimizer):
+            if self._reducer is not None:
+                self._reducer.add([name], [parameter], missed=missed)
 
 
 class _Evaluation:
@@ -291,7 +312,8 @@ def unwrap(optimizer: torch.optim.Optimizer) -> list[tuple[str, torch.Tensor]]:
     attached = getattr(optimizer, "_fusewire", None)
     if attached is None:
         raise ValueError("this optimizer is not wrapped")
-    attached.unhook(optimizer)
+    attached.name_new(optimizer)
+    _forget(attached, optimizer)
     parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
     return [(attached.names[id(parameter)], parameter) for parameter in parameters]
 

@@ -1,14 +1,18 @@
 """DistributedOptimizer(op=Adasum): local steps, whose changes are combined."""
 
+import contextlib
 import copy
 import gc
+import os
 import pickle
+import signal
+import threading
 import warnings
 import weakref
 
 import pytest
 import torch
-from rank_helpers import close, data, error_of, ranks, weights
+from rank_helpers import close, data, error_of, ranks, wait_until, weights
 
 import fusewire as fw
 
@@ -317,3 +321,103 @@ def test_a_step_that_raises_on_all_ranks_leaves_everything_usable():
     optimizer.fails = False
     optimizer.step()
     return weights(model)
+
+
+class Waiting(torch.optim.SGD):
+    """Says when the local step is over, and lets something happen then."""
+
+    after = staticmethod(lambda: None)
+
+    def step(self, closure=None):
+        super().step(closure)
+        self.after()
+
+
+@ranks(2)
+def test_an_interrupt_while_changes_are_combined_leaves_the_weights_alone():
+    model = make_model()
+    optimizer = fw.DistributedOptimizer(Waiting(model.parameters(), lr=0.1), op=fw.Adasum)
+    backward(model, 0, fw.rank())
+    before = weights(model)
+    engine = fw._core.get_default_engine()
+    stepped = threading.Event()
+
+    def interrupt():
+        stepped.wait(20)
+        wait_until(lambda: engine.pending > 0)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    if fw.rank() == 0:
+        optimizer.after = stepped.set
+        thread = threading.Thread(target=interrupt)
+        old = signal.signal(signal.SIGINT, signal.default_int_handler)
+        thread.start()
+        try:
+            with pytest.raises(KeyboardInterrupt):
+                optimizer.step()
+        finally:
+            thread.join()
+            signal.signal(signal.SIGINT, old)
+        fw.barrier()  # only now the other rank's changes come
+    else:
+        optimizer.after = fw.barrier
+        optimizer.step()
+    fw.barrier()
+    if fw.rank() == 0:
+        wait_until(lambda: engine.pending == 0)
+        assert all(torch.equal(before[name], weight) for name, weight in weights(model).items())
+
+
+@ranks(2)
+@pytest.mark.parametrize("kind", ["averager", "local sgd"])
+def test_a_scaler_of_an_optimizer_around_it(kind):
+    """Another rank's infinity reaches the scaler, which was given the outer optimizer."""
+    w = torch.nn.Parameter(torch.ones(2))
+    inner = torch.optim.SGD([w], lr=1.0)
+    if kind == "averager":
+        inner = fw.DistributedOptimizer(inner, op=fw.Adasum)
+        optimizer = fw.averaging.PostLocalSGDOptimizer(inner, fw.averaging.PeriodicModelAverager(2))
+    else:
+        optimizer = fw.LocalSGD(inner, 2, 4, op=fw.Adasum)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    for turn in range(3):
+        optimizer.zero_grad()
+        loss = w.sum()
+        scaler.scale(loss * float("inf") if turn == fw.rank() else loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+    assert scaler.get_scale() == 256.0
+    return w
+
+
+class Deaf(torch.amp.GradScaler):
+    """Does by itself what GradScaler.step does."""
+
+    def step(self, optimizer):
+        self._check_inf_per_device(optimizer)
+        state = self._per_optimizer_states[id(optimizer)]
+        optimizer.grad_scale, optimizer.found_inf = self._scale, sum(state["found_inf_per_device"].values())
+        optimizer.step()
+
+
+@ranks(2)
+def test_a_scaler_that_cannot_be_told():
+    w = torch.nn.Parameter(torch.ones(2))
+    optimizer = fw.DistributedOptimizer(torch.optim.SGD([w], lr=1.0), op=fw.Adasum)
+    scaler = Deaf("cpu", init_scale=1024.0)
+    loss = w.sum()
+    scaler.scale(loss * float("inf") if fw.rank() == 0 else loss).backward()
+    with pytest.warns(UserWarning, match="cannot be told") if fw.rank() else contextlib.nullcontext():
+        scaler.step(optimizer)
+    return w
+
+
+@ranks(2)
+def test_a_scaler_and_float16():
+    """Refused on all ranks, with a gradient or not, as by torch.amp.GradScaler.unscale_ itself."""
+    w, v = torch.nn.Parameter(torch.ones(2, dtype=torch.float16)), torch.nn.Parameter(torch.ones(2))
+    optimizer = fw.DistributedOptimizer(torch.optim.SGD([w, v], lr=1.0), op=fw.Adasum)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    scaler.scale((w if fw.rank() else v).sum()).backward()
+    with pytest.raises(ValueError, match="float16"):
+        scaler.step(optimizer)

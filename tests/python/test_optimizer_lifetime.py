@@ -1,5 +1,8 @@
 """A wrapped optimizer outlives what its gradients went through: the engine, and the accumulators of its parameters."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from rank_helpers import close, counted_units, data, error_of, gradients, ranks, shard, weights
@@ -104,3 +107,32 @@ def test_the_first_gradients_of_unfrozen_parameters_are_final_in_backward():
     with counted_units(4):
         model(data(4, 4, seed=fw.rank())).pow(2).mean().backward()
     return gradients(model)
+
+
+@ranks(2, fresh=True)
+@pytest.mark.parametrize("op", [fw.Average, fw.Adasum])
+def test_names_after_a_new_init_do_not_depend_on_the_garbage_collector(op):
+    """An optimizer that was dropped, in a reference cycle, is freed on one rank and not yet on the other."""
+
+    def wrapped():
+        model = make_model()
+        return model, fw.DistributedOptimizer(sgd(model), model.named_parameters(), op=op)
+
+    gc.disable()
+    try:
+        _, dropped = wrapped()
+        dropped.myself = dropped
+        alive = weakref.ref(dropped)
+        del dropped, _
+        model, optimizer = wrapped()
+        if fw.rank() == 0:
+            gc.collect()
+        assert (alive() is None) == (fw.rank() == 0)
+        fw.shutdown()
+        fw.init()
+        newer = wrapped()
+        for one, its in ((model, optimizer), newer):
+            step(one, its, data(4, 4, seed=fw.rank()))
+        return [weights(model), weights(newer[0])]
+    finally:
+        gc.enable()

@@ -13,17 +13,16 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections import defaultdict
 from collections.abc import Callable
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from .._scaling import SUPPORTS, unscale
+
 if TYPE_CHECKING:
     from .averagers import ModelAverager
-
-SUPPORTS = "_step_supports_amp_scaling"
 
 
 def scaled_update(
@@ -47,31 +46,13 @@ def scaled_update(
         elif float(found):
             return None
         elif scale is not None:
-            _unscale(optimizer, scale)
+            groups = optimizer.param_groups
+            unscale((p for group in groups for p in group["params"] if p.grad is not None), scale)
         return update()
     finally:
         for name in ("grad_scale", "found_inf"):
             optimizer.__dict__.pop(name, None)
         holder.grad_scale, holder.found_inf = scale, found  # type: ignore[attr-defined]  # the scaler deletes them
-
-
-def _unscale(optimizer: torch.optim.Optimizer, scale: torch.Tensor) -> None:
-    """What GradScaler.unscale_ does to the gradients, without looking for infinities again."""
-    alike: dict[Any, list[torch.Tensor]] = defaultdict(list)
-    for group in optimizer.param_groups:
-        for parameter in group["params"]:
-            if parameter.grad is None:
-                continue
-            gradient = parameter.grad._values() if parameter.grad.is_sparse else parameter.grad
-            if gradient.dtype == torch.float16:
-                raise ValueError(
-                    "a GradScaler cannot unscale float16 gradients: keep the parameters in float32 and use autocast"
-                )
-            alike[gradient.device, gradient.dtype].append(gradient)
-    inverse = scale.double().reciprocal().float()
-    with torch.no_grad():
-        for (device, _), gradients in alike.items():
-            torch._foreach_mul_(gradients, inverse.to(device))
 
 
 def refuse_skipping_scaler() -> None:
