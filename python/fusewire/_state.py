@@ -59,6 +59,8 @@ def init(
             if process_sets.lower() != "dynamic":
                 raise ValueError(f'process_sets must be a list of sets or "dynamic", got {process_sets!r}')
             process_sets = None
+        sets._forget_all()  # a forked child inherited its parent's
+        to_register = [sets.unregistered(process_set) for process_set in process_sets or ()]
         timeout = knobs.pop("start_timeout", None)
         texts = {name: _text(value) for name, value in knobs.items()}
         _core.check_config(texts)
@@ -67,6 +69,8 @@ def init(
             raise ValueError(
                 f"init(comm={chosen}): all {place.size} ranks of the job take part; for some of them make a ProcessSet"
             )
+        for process_set in to_register:
+            sets.check_ranks(process_set, place.size)
         engine = place.connect(_core, texts)
         place.complete()
         _watch_exit()
@@ -74,9 +78,12 @@ def init(
         _failure = _thread_failure = None
         _engine, _place, _pid = engine, place, os.getpid()
         _core.set_default_engine(engine)
-        sets._forget_all()  # a forked child inherited its parent's
-        for process_set in process_sets or ():
-            sets.add_process_set(process_set)
+        try:
+            for process_set in to_register:
+                sets.add_process_set(process_set)
+        except BaseException as error:  # such as ranks that disagree; a later init() starts anew
+            _leave(clean=False, reason=f"init() could not register its process sets: {error}")
+            raise
         optimizer.rebind_living(engine)
 
 

@@ -20,7 +20,7 @@ import torch
 from . import _core
 from .compression import Compression, compressor_of
 from .compressors import StatefulCompressor, Wire
-from .process_sets import ProcessSet, global_process_set, id_of, resolve
+from .process_sets import ProcessSet, forget_removed, global_process_set, id_of, resolve
 
 Handle = _core.Handle
 
@@ -280,13 +280,20 @@ def join(device: int = -1, *, engine: _core.Engine | None = None) -> int:
     joined is a ValueError on the others. What this rank has submitted before counts; until the call returns, its other
     threads can submit nothing. Afterwards everybody is back, and unnamed calls are counted from the beginning.
 
+    A process set that others have removed meanwhile is not registered here any more, either. One that they have added
+    exists here as well, but no ProcessSet stands for it: to use it on this rank, all ranks add the same ranks again.
+
     Args:
         device: accepted for Horovod's sake and not needed.
 
     Returns the last rank that joined, the same number on every rank. With it the others can take over the weights of
     the rank that has seen most data: `broadcast_parameters(model.state_dict(), root_rank=join())`.
     """
-    return _core.join(engine)
+    last = _core.join(engine)
+    running = engine if engine is not None else _core.get_default_engine()
+    if running is not None:
+        forget_removed(running)
+    return last
 
 
 def synchronize(handle: Handle) -> Any:

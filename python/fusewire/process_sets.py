@@ -81,6 +81,17 @@ class ProcessSet:
     def __hash__(self) -> int:
         return hash(tuple(self._ranks or ()))
 
+    # A copy (a module that holds a set may be copied) means the same set; what was pickled is registered nowhere.
+
+    def __copy__(self) -> ProcessSet:
+        return self
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (_the_global, ()) if self._ranks is None else (type(self), (self._ranks,))
+
     def __repr__(self) -> str:
         ranks = "all" if self._ranks is None else self._ranks
         return f"ProcessSet(process_set_id={self.process_set_id}, ranks={ranks})"
@@ -91,6 +102,10 @@ def _global() -> ProcessSet:
     every._ranks = None
     every.process_set_id = 0
     return every
+
+
+def _the_global() -> ProcessSet:
+    return global_process_set
 
 
 global_process_set = _global()
@@ -111,18 +126,28 @@ def add_process_set(process_set: ProcessSet | Sequence[int], *, engine: _core.En
     """
     from . import optimizer
 
-    chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    chosen = unregistered(process_set)
     running = _running(engine)
-    if chosen.process_set_id is not None:
-        raise ValueError(f"{chosen} is registered already")
-    ranks = chosen.ranks
-    if ranks[-1] >= running.size:
-        raise ValueError(f"{chosen}: there are only ranks 0 to {running.size - 1}")
-    chosen.process_set_id = _core.add_process_set(running, ranks)
+    check_ranks(chosen, running.size)
+    chosen.process_set_id = _core.add_process_set(running, chosen.ranks)
     if engine is None:
         _registered.append(chosen)
         optimizer.rebind_living(running)
     return chosen
+
+
+def unregistered(process_set: ProcessSet | Sequence[int]) -> ProcessSet:
+    """What `add_process_set` is to register. Raises its TypeError and ValueError, but for ranks that do not exist."""
+    chosen = process_set if isinstance(process_set, ProcessSet) else ProcessSet(process_set)
+    if chosen.process_set_id is not None:
+        raise ValueError(f"{chosen} is registered already")
+    return chosen
+
+
+def check_ranks(process_set: ProcessSet, size: int) -> None:
+    """ValueError when some of the ranks do not exist in a job of `size`."""
+    if process_set.ranks[-1] >= size:
+        raise ValueError(f"{process_set}: there are only ranks 0 to {size - 1}")
 
 
 def remove_process_set(process_set: ProcessSet, *, engine: _core.Engine | None = None) -> bool:
@@ -224,6 +249,27 @@ def _not_a_member() -> Any:
     import torch.distributed as dist
 
     return getattr(getattr(dist, "GroupMember", None), "NON_GROUP_MEMBER", None)
+
+
+def knows(running: _core.Engine, number: int | None) -> bool:
+    """Whether there is a set of this number in the engine."""
+    try:
+        return number is not None and bool(running.members(number))
+    except ValueError:
+        return False
+
+
+def forget_removed(running: _core.Engine) -> None:
+    """After join(): others may have removed sets meanwhile."""
+    if running is _core.get_default_engine():
+        for process_set in _registered:
+            if not knows(running, process_set.process_set_id):
+                process_set.process_set_id = None
+        _registered[:] = [process_set for process_set in _registered if process_set.process_set_id is not None]
+    for engines in _adopted.values():
+        adopted = engines.get(running)
+        if adopted is not None and not knows(running, adopted.process_set_id):
+            del engines[running]
 
 
 def _forget_all() -> None:

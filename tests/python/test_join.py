@@ -208,3 +208,20 @@ def test_alone():
 def test_not_initialized():
     with pytest.raises(fw.NotInitializedError):
         fw.join()
+
+
+@ranks(2, 3)
+def test_sets_that_come_and_go_while_a_rank_has_joined():
+    """Afterwards all ranks can register again what some have removed, and what some have added."""
+    gone = fw.add_process_set([0, 1])
+    if fw.rank() == 0:
+        fw.remove_process_set(gone)
+        fw.add_process_set([0, 1])
+    fw.join()
+    assert gone.process_set_id is None
+    assert fw.remove_process_set(gone) is False
+    for one in (fw.add_process_set(gone), fw.add_process_set([0, 1])):
+        assert len(set(everyone(one.process_set_id))) == 1
+        if one.included():
+            assert fw.allreduce(torch.ones(1), op=fw.Sum, process_set=one).item() == 2
+        fw.remove_process_set(one)

@@ -242,3 +242,19 @@ def test_a_launcher_says_four_ranks_but_not_all_come(launcher, present, missing)
             assert end.code == 1
             assert re.search(rf"ranks? {missing}( of 4|, which .* is missing)", end.note("text")), end.notes
             assert end.note("after") < 20
+
+
+@ranks(2, fresh=True)
+def test_process_sets_that_init_refuses_leave_nothing_behind():
+    """Whether it is seen before the ranks are connected or after, a corrected call starts anew."""
+    kept = fw.ProcessSet([1])
+    for wrong in ([kept, [0, 9]], [kept, [0, 0]], [kept, kept], [kept, [fw.rank()]], [kept, fw.global_process_set]):
+        fw.shutdown()
+        error = error_of(fw.init, process_sets=wrong)
+        assert isinstance(error, (ValueError, fw.FusewireError)), repr(error)
+        assert not fw.is_initialized()
+        assert kept.process_set_id is None
+    both = fw.ProcessSet([0, 1])
+    fw.init(process_sets=[kept, both])
+    assert (kept.process_set_id, both.process_set_id) == (1, 2)
+    return fw.allreduce(torch.ones(2), op=fw.Sum, process_set=both)

@@ -1,5 +1,7 @@
 """Process sets: adding, removing, overlapping, torch's ProcessGroups in their place, and what init() accepts."""
 
+import copy
+import pickle
 import random
 from datetime import timedelta
 
@@ -274,3 +276,16 @@ def test_a_group_is_forgotten_with_its_engine():
     fw.add_process_set([0, 1])  # takes the number that the group's set had
     assert fw.allreduce(torch.ones(1), op=fw.Sum, process_set=alone).item() == 1
     fw.barrier()
+
+
+@ranks(2)
+def test_copies_mean_the_same_set_and_pickles_an_unregistered_one():
+    made = fw.add_process_set([0, 1])
+    norm = fw.SyncBatchNorm(2, process_set=made)
+    assert copy.deepcopy(norm).process_set is copy.copy(made) is made
+    loaded = pickle.loads(pickle.dumps(made))
+    assert loaded == made
+    assert loaded.process_set_id is None
+    fw.remove_process_set(made)
+    everybody = fw.global_process_set
+    assert copy.deepcopy(everybody) is copy.copy(everybody) is pickle.loads(pickle.dumps(everybody)) is everybody
