@@ -263,3 +263,25 @@ def test_a_new_one_over_the_same_optimizer_after_a_new_init():
     w.grad = torch.ones(1)
     optimizer.step()
     assert w.item() == -0.5
+
+
+@ranks(2)
+@pytest.mark.parametrize("op", [fw.Average, fw.Adasum])
+@pytest.mark.parametrize("behind", [False, True])
+def test_parameters_that_come_in_the_warm_up(op, behind):
+    """By add_param_group or straight into a group: both phases know them."""
+    a, b = (torch.nn.Parameter(torch.zeros(2)) for _ in range(2))
+    both = fw.add_process_set([0, 1])
+    optimizer = LocalSGD(torch.optim.SGD([a], lr=1.0), 1000, 2, both, op=op)
+    for turn in range(4):
+        if turn == 1:
+            if behind:
+                optimizer.param_groups[0]["params"].append(b)
+            else:
+                optimizer.add_param_group({"params": [b]})
+        optimizer.zero_grad()
+        (a.sum() + b.sum()).backward()
+        optimizer.step()
+    assert a.tolist() == [-4.0] * 2
+    assert b.tolist() == [-3.0] * 2
+    fw.remove_process_set(both)

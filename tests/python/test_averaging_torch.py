@@ -227,3 +227,63 @@ def test_after_shutdown_and_a_new_init():
     assert w[0].item() == (0.5 if fw.rank() < 2 else 2.5)
     averagers[0].average_parameters([w])
     assert w[0].item() == 1.5
+
+
+@ranks(4)
+def test_a_hierarchy_within_a_group_of_torch():
+    """Ranks outside of the group may make the averager as well: it only counts."""
+    with torch_world() as dist:
+        if fw.rank() != 3:
+            dist.new_group([0, 1, 2], use_local_synchronization=True)  # ranks have made different numbers of groups
+        four, two = dist.new_group([0, 1, 2, 3]), dist.new_group([1, 3])
+        whole = HierarchicalModelAverager({1: 2, 4: 4}, process_group=four)
+        assert whole.period_process_group_dict[1].ranks == chunks(4, 2)[fw.rank() // 2]
+        follow(whole, lambda t: chunks(4, 4 if t % 4 == 0 else 2))
+        averager = HierarchicalModelAverager({1: 1, 2: 2}, process_group=two)
+        if fw.rank() not in (1, 3):
+            assert list(averager.period_process_group_dict.values()) == [None, None]
+        else:
+            assert averager.period_process_group_dict[2] is two
+        follow(averager, lambda t: [] if t % 2 else [[1, 3]])
+        assert averager.step == 9
+
+
+@ranks(4, fresh=True)
+def test_a_set_that_somebody_else_removes():
+    """An averager takes the set that there is for its ranks, and makes another when that is removed."""
+    theirs = [fw.add_process_set(pair) for pair in chunks(4, 2)]
+    averager = HierarchicalModelAverager({1: 2, 4: 4}, process_group=fw.global_process_set)
+    used = averager.period_process_group_dict[1].process_set_id
+    assert used == theirs[fw.rank() // 2].process_set_id
+    for one in theirs:
+        fw.remove_process_set(one)
+    averager.step = 1
+    w = torch.nn.Parameter(torch.full((2,), float(fw.rank())))
+    averager.average_parameters([w])
+    assert w[0].item() == (0.5 if fw.rank() < 2 else 2.5)
+
+
+@ranks(3)
+def test_local_sgd_in_a_group_of_torch_goes_on_after_a_new_init():
+    """Both phases find the sets of their groups in the engine that runs then."""
+    with torch_world() as dist:
+        pair = dist.new_group([0, 1])
+        w = torch.nn.Parameter(torch.zeros(1))
+        optimizer = fw.LocalSGD(torch.optim.SGD([w], lr=1.0), 1000, 1, pair, process_group=pair)
+
+        def step():
+            optimizer.zero_grad()
+            (w * float(fw.rank())).sum().backward()
+            optimizer.step()
+
+        step()
+        assert not optimizer.warming_up
+        step()
+        assert w.item() == (-4.0 if fw.rank() == 2 else -1.0)
+        fw.shutdown()
+        fw.init()
+        fw.add_process_set([0])
+        optimizer.load_state_dict({**optimizer.state_dict(), "step": 0})  # back to the warm-up
+        step()
+        step()
+        assert w.item() == (-8.0 if fw.rank() == 2 else -2.0)

@@ -30,12 +30,13 @@ class HierarchicalModelAverager(ModelAverager):
         process_group: the whole group; see ModelAverager.
         buffers, weights: see ModelAverager. A list of weights has one number for each rank of the whole group.
 
-    `period_process_group_dict` maps each period to the group that this rank averages with: torch ProcessGroups where
-    `process_group` is one, ProcessSets where it is one (None on ranks outside of it). They are made here, so all
-    members make the averager, and with torch groups, as torch wants it, all other ranks too.
+    `period_process_group_dict` maps each period to the group that this rank averages with: the whole group as it was
+    given; for a smaller one a torch ProcessGroup where the whole is torch's default group, else a ProcessSet. They are
+    made here, so all members make the averager. On other ranks, which may make it too, they are None.
 
-    Raises ValueError for an empty dict, a period below 1, a last size that is not that of the whole group, a size that
-    does not divide it, or negative warmup_steps. A longest period of 1 warns: averaging gradients costs the same.
+    Raises ValueError for an empty dict, a period below 1, negative warmup_steps, and, on members, a last size that is
+    not that of the whole group or a size that does not divide it. A longest period of 1 warns: averaging gradients
+    costs the same.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class HierarchicalModelAverager(ModelAverager):
         periods, sizes = list(period_group_size_dict), list(period_group_size_dict.values())
         if min(periods) < 1:
             raise ValueError(f"the periods in period_group_size_dict must be 1 or more, got {min(periods)}")
-        if sizes[-1] != self._peers.size:
+        if self._peers.included and sizes[-1] != self._peers.size:
             raise ValueError(
                 f"the last group size in period_group_size_dict must be that of the whole group, {self._peers.size}, "
                 f"got {sizes[-1]}"

@@ -34,7 +34,8 @@ class LocalSGD(PostLocalSGDOptimizer):
         options: keywords of DistributedOptimizer, such as `named_parameters` and `compression`, for both phases.
 
     It is an optimizer: step it, save its state_dict(), give it to a scheduler or a torch.amp.GradScaler. `averager` is
-    its PeriodicModelAverager, `inner` the process set of the inner phase or None.
+    its PeriodicModelAverager, `inner` the process set of the inner phase or None. Where they were given as torch
+    ProcessGroups, gradients go by their process sets in the engine that runs when a step ends.
 
     Raises ValueError for an optimizer that is wrapped already, and for what PeriodicModelAverager and
     DistributedOptimizer raise it for; NotInitializedError when neither Fusewire nor torch.distributed is running.
@@ -58,7 +59,7 @@ class LocalSGD(PostLocalSGDOptimizer):
                 "process_set= is decided by the phase: give process_group= for the warm-up, inner= for later"
             )
         wrapped = getattr(optimizer, "_fusewire", None)
-        if wrapped is not None and not wrapped.is_dead():
+        if wrapped is not None and not wrapped.is_replaceable():
             raise ValueError(
                 "LocalSGD wraps the optimizer itself: pass the local one; DistributedOptimizer's options are keywords"
             )
@@ -71,10 +72,14 @@ class LocalSGD(PostLocalSGDOptimizer):
         self._options = {**options, "engine": engine}
         if options.get("named_parameters") is not None:  # a generator can be read once, and there are two phases
             self._options["named_parameters"] = list(options["named_parameters"])
-        self._outer = _gradient_set(averager._peers)
-        self.inner = None if inner is None else _gradient_set(Peers(inner, engine))
+        self._inner = None if inner is None else Peers(inner, engine)
         self._current: ProcessSet | None = None
         self._enter_phase()
+
+    @property
+    def inner(self) -> ProcessSet | None:
+        """The process set of the inner phase in the engine that runs now. None where there is none for this rank."""
+        return _gradient_set(self._inner)
 
     @property
     def warming_up(self) -> bool:
@@ -105,7 +110,7 @@ class LocalSGD(PostLocalSGDOptimizer):
 
     def _enter_phase(self) -> None:
         """Wraps the local optimizer for the ranks that average gradients in the step to come."""
-        wanted = self._outer if self.warming_up else self.inner
+        wanted = _gradient_set(self.averager._peers) if self.warming_up else self.inner
         if wanted is self._current:
             return
         if self._current is not None:
@@ -115,5 +120,5 @@ class LocalSGD(PostLocalSGDOptimizer):
         self._current = wanted
 
 
-def _gradient_set(peers: Peers) -> ProcessSet | None:
-    return peers.process_set if peers.included else None
+def _gradient_set(peers: Peers | None) -> ProcessSet | None:
+    return None if peers is None or not peers.included else peers.process_set

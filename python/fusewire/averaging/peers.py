@@ -7,7 +7,7 @@ from typing import Any
 
 from .. import _core, _state
 from ..errors import NotInitializedError
-from ..process_sets import ProcessSet, global_process_set, resolve
+from ..process_sets import ProcessSet, global_process_set, knows, resolve
 
 
 class Peers:
@@ -41,8 +41,7 @@ class Peers:
         if process_group is None:
             world = _world_of(running) if engine is None else None
             self.group = global_process_set if world is None else world
-        self.is_torch_group = not isinstance(self.group, ProcessSet)
-        self._outside = self.is_torch_group and _stands_for_outside(self.group)
+        self._outside = not isinstance(self.group, ProcessSet) and _stands_for_outside(self.group)
         self._adopted: tuple[weakref.ref[_core.Engine], ProcessSet] | None = None
         self.ranks: list[int] = [] if self._outside else running.members(self.process_set.registered_id())
         self.included = running.rank in self.ranks
@@ -59,18 +58,20 @@ class Peers:
         if self._adopted is None:
             return resolve(self.group, self._engine)
         running = running_engine(self._engine)
-        if self._adopted[0]() is not running:
-            self._adopt(running)
+        if self._adopted[0]() is not running or not knows(running, self._adopted[1].process_set_id):
+            self._adopt(running)  # the set may have been somebody else's as well, who has removed it
         return self._adopted[1]
 
     def split(self, size: int) -> Peers | None:
         """This rank's share of the ranks when they are divided into groups of `size`, in order; None outside of them.
 
-        The new group is of the same kind as the whole one. All members call it, and for a torch group, which torch
-        makes on all ranks of a job, all others too.
+        All members call it; other ranks may. The new group is a process set, but for torch's default group, whose ranks
+        are there to make groups as torch wants it, all of them together: of that it is a torch group.
 
-        Raises ValueError when the ranks cannot be divided like that.
+        Raises ValueError on members when the ranks cannot be divided like that.
         """
+        if not self.included:
+            return None
         if not 1 <= size <= self.size or self.size % size:
             raise ValueError(
                 f"{self.size} ranks cannot be divided into groups of {size}: a group size must be at least 1 and "
@@ -78,12 +79,11 @@ class Peers:
             )
         if size == self.size:
             return self
-        if self.is_torch_group:
+        if not isinstance(self.group, ProcessSet):
             import torch.distributed as dist
 
-            return Peers(dist.new_subgroups(group_size=size, group=self.group)[0], self._engine, self)
-        if not self.included:
-            return None
+            if self.group is dist.group.WORLD:
+                return Peers(dist.new_subgroups(group_size=size)[0], self._engine, self)
         begin = self.index // size * size
         part = Peers(self.group, self._engine, self)
         part.ranks, part.index = self.ranks[begin : begin + size], self.index - begin
