@@ -20,8 +20,7 @@ namespace fusewire {
 // whose, n being the number of members:
 //   allgather       n of them: member i contributes counts[i]; the output is their concatenation in member order
 //   alltoall        n * n of them: member i sends counts[i * n + j] to member j; the input is cut in the order of j,
-//   the
-//                   output is put together in the order of i
+//                   the output is put together in the order of i
 //   reduce-scatter  n of them: member i receives counts[i] of the reduced input
 //   others          none: everybody's input and output have the same elements
 struct Segment {

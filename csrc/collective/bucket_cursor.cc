@@ -25,10 +25,6 @@ void copy_bytes(void* destination, const void* source, size_t bytes) {
   }
 }
 
-[[noreturn]] void contradiction(const std::string& what) {
-  throw Error(ErrorCode::kInternal, "a bucket contradicts itself: " + what);
-}
-
 bool has_data(const TensorView* view) { return view != nullptr && view->data != nullptr; }
 
 // Where element `offset` of a view lies when logical order is memory order, else null.
@@ -43,6 +39,10 @@ bool same_place(const BucketCursor::Piece& piece) {
 }
 
 }  // namespace
+
+void contradiction(const std::string& what) {
+  throw Error(ErrorCode::kInternal, "a bucket contradicts itself: " + what);
+}
 
 void BucketCursor::start(const Format& format, int64_t first, size_t written) {
   entries_.clear();

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <string>
 #include <utility>
 #include <vector>
 
@@ -13,6 +14,9 @@
 #include "kernels/kernels.h"
 
 namespace fusewire {
+
+// Throws Error(kInternal): members or parts of a bucket do not fit together.
+[[noreturn]] void contradiction(const std::string& what);
 
 class BucketCursor {
  public:

@@ -4,15 +4,12 @@
 #include <numeric>
 #include <string>
 
+#include "collective/bucket_cursor.h"
 #include "common/error.h"
 #include "kernels/kernels.h"
 
 namespace fusewire {
 namespace {
-
-[[noreturn]] void contradiction(const std::string& what) {
-  throw Error(ErrorCode::kInternal, "a bucket contradicts itself: " + what);
-}
 
 // The bytes between the first and the last element of a view, both included.
 struct Extent {

@@ -57,7 +57,8 @@ bool PeerMemory::read(int peer, const std::vector<Copy>& copies) const {
     }
     const ssize_t moved = process_vm_readv(pid, to.data(), filled, from.data(), filled, 0);
     if (moved == static_cast<ssize_t>(wanted)) continue;
-    if (moved >= 0 || errno == ESRCH || errno == EFAULT) return false;
+    if (moved >= 0) errno = EFAULT;  // it stopped before what it could not read
+    if (errno == ESRCH || errno == EFAULT) return false;
     throw Error(ErrorCode::kCollective, std::string("cannot read the memory of another rank: ") + std::strerror(errno),
                 peer);
   }

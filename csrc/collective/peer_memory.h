@@ -43,8 +43,8 @@ class PeerMemory {
     size_t bytes;
   };
 
-  // False: the peer's memory is gone (it has died, and somebody will say so). Throws Error(kCollective) where the
-  // system refuses.
+  // False: the peer's memory is gone (most likely it has died, and somebody will say so); errno says how that looks.
+  // Throws Error(kCollective) where the system refuses.
   bool read(int peer, const std::vector<Copy>& copies) const;
 
  private:

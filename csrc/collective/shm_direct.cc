@@ -1,10 +1,14 @@
 // An exchange without slots: every rank says where its parts lie, and whoever takes one reads it from there.
 #include <algorithm>
+#include <cerrno>
+#include <chrono>
 #include <cstring>
+#include <string>
 #include <type_traits>
 #include <vector>
 
 #include "collective/shm_exchange.h"
+#include "common/error.h"
 
 namespace fusewire {
 namespace {
@@ -22,6 +26,9 @@ struct Stretch {
   int64_t begin;
   const std::byte* address;
 };
+
+// A peer whose memory cannot be read has died, nearly always, and whoever watches it stops this rank within moments.
+constexpr std::chrono::seconds kGrace{2};
 
 constexpr size_t kSmallPart = 16 << 10;  // a few pages: cheaper to pack than to pin
 
@@ -142,8 +149,11 @@ class DirectExchange {
       }
     });
     if (!context_.peers.read(peer, copies_)) {
-      // It never gets here alive: whoever watches it stops this wait.
-      context_.waiter.wait_for(peer, ShmStage::kCopied, number_ + 1);
+      const std::string reason = std::strerror(errno);
+      context_.waiter.expect_stop(peer, kGrace);
+      throw Error(ErrorCode::kCollective,
+                  "cannot read the memory of rank " + std::to_string(peer) + ", which seems to be alive: " + reason,
+                  peer);
     }
     next = strip_.data();
     for_each_wanted(taken, [&](const BucketCursor::Piece& piece) {

@@ -104,13 +104,6 @@ bool agree(const UnitSpec& a, const UnitSpec& b) {
          a.name == b.name;
 }
 
-Unit* UnitTable::find(uint32_t set, std::string_view name) {
-  const auto units = sets_.find(set);
-  if (units == sets_.end()) return nullptr;
-  const auto unit = units->second.find(name);
-  return unit == units->second.end() ? nullptr : &unit->second;
-}
-
 Unit& UnitTable::find_or_create(uint32_t set, const std::string& name) {
   Unit& unit = sets_[set][name];
   unit.set_id = set;

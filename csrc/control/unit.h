@@ -102,7 +102,6 @@ using NameMap = std::unordered_map<std::string, T, NameHash, std::equal_to<>>;
 // Units by (process set, name). Addresses are stable.
 class UnitTable {
  public:
-  Unit* find(uint32_t set, std::string_view name);
   Unit& find_or_create(uint32_t set, const std::string& name);
   void erase(Unit* unit);
   std::vector<Unit*> in_set(uint32_t set);

@@ -17,9 +17,8 @@ namespace {
 // than the last, so ids in ascending order take one byte each.
 //
 //   RequestList    'Q', acked, completed[], requests[], head: 1 = a failure follows, 2 = the activity
-//   Request        head, then: the absent bits where head has 2 set; extents[] where it has 4 set; the description
-//   where
-//                  it has 1 set, else the distance of the id is head / 8
+//   Request        head, then: the absent bits where head has 2 set; extents[] where it has 4 set; the
+//                  description where it has 1 set, else the distance of the id is head / 8
 //   ResponseList   'R', sequence, evicted[], buckets[], errors[], head: 1 = a fatal one follows, 2 = probed[]
 //   ResponseUnit   head: 1 = a name follows, 2 = there is an id, and its distance is head / 8, 4 = extents[] follow
 //   dimensions     one more than they are: the first may be -1

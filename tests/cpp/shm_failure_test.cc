@@ -116,6 +116,37 @@ TEST(ShmFailure, AFaultOnOneRankFailsAll) {
   EXPECT_EQ(waiting.rank, 1);
 }
 
+// One whose memory cannot be read though nobody says that it has died must not be waited for, either.
+TEST(ShmFailure, MemoryThatCannotBeReadIsAnErrorOnAll) {
+  constexpr int64_t kCount = 1 << 16;
+  const size_t bytes = kCount * sizeof(float);
+  void* const closed = mmap(nullptr, bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  HeapRegion region(shm_region_bytes(2));
+  Outcome outcomes[2];
+  std::vector<std::thread> threads;
+  for (const int rank : {0, 1}) {
+    threads.emplace_back([&, rank] {
+      std::vector<float> mine(kCount), result(2 * kCount);
+      Bucket bucket;
+      bucket.kind = OpKind::kAllgather;
+      bucket.elements = kCount;
+      // Rank 1 wants no result, so it does not look at its own input.
+      bucket.segments = {{contiguous_view(rank == 0 ? mine.data() : closed, DataType::kFloat32, {kCount}),
+                          contiguous_view(rank == 0 ? result.data() : nullptr, DataType::kFloat32, {2 * kCount}),
+                          {kCount, kCount}}};
+      ShmOptions options{rank, 2, 0, 0us, {}};
+      options.direct_bytes = 1;
+      const auto backend = make_shm_backend(region.data(), options);
+      outcomes[rank] = outcome_of([&] { backend->run(bucket); });
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  munmap(closed, bytes);
+  EXPECT_EQ(outcomes[0].code, ErrorCode::kCollective);
+  EXPECT_EQ(outcomes[0].rank, 1);
+  EXPECT_EQ(outcomes[1].code, ErrorCode::kCollective);
+}
+
 // A killed process's peers sleep until somebody who knows of its death aborts.
 #if !defined(__SANITIZE_THREAD__)
 TEST(ShmFailure, AbortFreesThePeersOfAKilledProcess) {
