@@ -2,6 +2,8 @@
 
 #include <torch/csrc/autograd/python_variable.h>
 
+#include <utility>
+
 #include "common/error.h"
 
 namespace fusewire::binding {
@@ -19,6 +21,17 @@ const at::Tensor& tensor_of(PyObject* argument) {
   }
   return THPVariable_Unpack(argument);
 }
+
+namespace {
+
+// A number that no process set or rank can have must not become one that some have.
+template <typename T>
+T narrow(long value, const char* what) {
+  if (!std::in_range<T>(value)) invalid(std::string(what) + "=" + std::to_string(value) + " is out of range");
+  return static_cast<T>(value);
+}
+
+}  // namespace
 
 double number_of(PyObject* argument, const char* what) {
   const double value = PyFloat_AsDouble(argument);
@@ -38,12 +51,14 @@ long integer_of(PyObject* argument, const char* what) {
   return value;
 }
 
+int32_t rank_of(PyObject* argument, const char* what) { return narrow<int32_t>(integer_of(argument, what), what); }
+
 uint32_t process_set_of(PyObject* argument) {
   if (argument == Py_None) {
     invalid(
         "the process set is not registered, or was removed; pass it to init() or add_process_set() before using it");
   }
-  return static_cast<uint32_t>(integer_of(argument, "process_set_id"));
+  return narrow<uint32_t>(integer_of(argument, "process_set_id"), "process_set_id");
 }
 
 std::optional<DataType> wire_of(PyObject* argument) {

@@ -24,6 +24,7 @@ void expect_arguments(const char* function, Py_ssize_t count, Py_ssize_t expecte
 const at::Tensor& tensor_of(PyObject* argument);
 double number_of(PyObject* argument, const char* what);
 long integer_of(PyObject* argument, const char* what);
+int32_t rank_of(PyObject* argument, const char* what);
 uint32_t process_set_of(PyObject* argument);
 std::optional<DataType> wire_of(PyObject* argument);  // None: as it is
 

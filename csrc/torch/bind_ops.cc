@@ -75,7 +75,7 @@ PyObject* broadcast(PyObject*, PyObject* const* args, Py_ssize_t count) {
     const at::Tensor& tensor = tensor_of(args[1]);
     Submission submission;
     submission.kind = OpKind::kBroadcast;
-    submission.root = static_cast<int32_t>(integer_of(args[3], "root_rank"));
+    submission.root = rank_of(args[3], "root_rank");
     submission.process_set = process_set_of(args[4]);
     const std::vector<int32_t> members = engine->get().members(submission.process_set);
     if (!std::binary_search(members.begin(), members.end(), submission.root)) {
