@@ -86,7 +86,8 @@ class CMakeBuild(build_ext):
             shutil.copy2(BUILD / name, package / name)
 
     def products(self) -> list[str]:
-        return [f"_core{sysconfig.get_config_var('EXT_SUFFIX')}", "_build_info.py"]
+        names = [f"_core{sysconfig.get_config_var('EXT_SUFFIX')}", "_build_info.py"]
+        return names + ["_mpi.so"] * (BUILD / "_mpi.so").exists()  # where an MPI was found
 
     def get_outputs(self) -> list[str]:
         return [str(Path(self.build_lib) / "fusewire" / name) for name in self.products()]

@@ -80,6 +80,11 @@ class BucketCursor {
     return direct_ && piece.in != nullptr && piece.out != nullptr && piece.count >= direct_elements_;
   }
 
+  // Where all of [begin, end) lies in order without gaps and unconverted, else null: this rank's contribution to it,
+  // and the place for its result. Like in_place(), only this rank's business.
+  const std::byte* input_at(int64_t begin, int64_t end);
+  std::byte* output_at(int64_t begin, int64_t end);
+
   // This rank's contribution to [begin, end), into contiguous `staging`. The second form leaves holes where in_place().
   void gather(int64_t begin, int64_t end, std::byte* staging);
   void gather_staged(int64_t begin, int64_t end, std::byte* staging);

@@ -59,7 +59,7 @@ LogLevel parse_level(const std::string& where, const std::string& value) {
 }
 
 std::string parse_backend(const std::string& where, const std::string& value) {
-  if (value != "auto" && value != "shm") reject(where, value, "auto, shm");
+  if (value != "auto" && value != "shm" && value != "mpi") reject(where, value, "auto, shm, mpi");
   return value;
 }
 
@@ -73,7 +73,7 @@ struct Knob {
   void (*assign)(Config&, const std::string& where, const std::string& value);
 };
 
-constexpr std::array<Knob, 12> kKnobs = {{
+constexpr std::array<Knob, 13> kKnobs = {{
     {"fusion_threshold", "FUSEWIRE_FUSION_THRESHOLD", "HOROVOD_FUSION_THRESHOLD",
      [](Config& c, const std::string& w, const std::string& v) {
        c.fusion_threshold = parse_integer(w, v, 0, kMostBytes);
@@ -104,6 +104,8 @@ constexpr std::array<Knob, 12> kKnobs = {{
      [](Config& c, const std::string& w, const std::string& v) { c.shm_chunk = parse_integer(w, v, 0, kMostBytes); }},
     {"backend", "FUSEWIRE_BACKEND", "",
      [](Config& c, const std::string& w, const std::string& v) { c.backend = parse_backend(w, v); }},
+    {"mpi_module", "FUSEWIRE_MPI_MODULE", "",
+     [](Config& c, const std::string&, const std::string& v) { c.mpi_module = v; }},
     {"log_level", "FUSEWIRE_LOG_LEVEL", "HOROVOD_LOG_LEVEL",
      [](Config& c, const std::string& w, const std::string& v) { c.log_level = parse_level(w, v); }},
 }};

@@ -50,8 +50,12 @@ struct Config {
   // FUSEWIRE_SHM_CHUNK, bytes: size of one shared staging slot. 0 chooses by message size and free cores.
   int64_t shm_chunk = 0;
 
-  // FUSEWIRE_BACKEND: "auto" or a data plane's name ("shm").
+  // FUSEWIRE_BACKEND: "auto" (shared memory on one host), or the data plane's name: "shm" or "mpi".
   std::string backend = "auto";
+
+  // FUSEWIRE_MPI_MODULE, a path: the module that calls MPI, where it is not the one built with Fusewire but, say, one
+  // for another MPI. "" is the one beside the extension.
+  std::string mpi_module;
 
   // FUSEWIRE_LOG_LEVEL (HOROVOD_LOG_LEVEL): trace, debug, info, warning, error or off.
   LogLevel log_level = LogLevel::kWarning;

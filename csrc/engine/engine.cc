@@ -98,7 +98,8 @@ class Engine::Impl {
         seat_(endpoint_->seat()),
         recorder_(endpoint_->rank(), endpoint_->size()),
         executor_(completion_, recorder_, [this] { seat_.ring(); }),
-        planes_(*endpoint_, plane_options(config, spin_)),
+        planes_(*endpoint_,
+                make_plane_source(DeviceType::kCpu, {*endpoint_, config_, logger_, plane_options(config, spin_)})),
         progress_(*endpoint_, config_, logger_, completion_, executor_, planes_, recorder_),
         activity_([this](std::string text) {
           progress_.tell_activity(std::move(text));

@@ -1,53 +1,26 @@
 #include "engine/plane_table.h"
 
 #include <algorithm>
-#include <optional>
 #include <string>
 #include <utility>
 
 #include "common/error.h"
 
 namespace fusewire {
-namespace {
-
-// A shared-memory plane together with the mapping that it lives in.
-class MappedBackend final : public Backend {
- public:
-  MappedBackend(SharedMapping mapping, const ShmOptions& options)
-      : mapping_(std::move(mapping)), inner_(make_shm_backend(mapping_.data, options)) {}
-  std::string_view name() const override { return inner_->name(); }
-  void run(const Bucket& bucket) override { inner_->run(bucket); }
-  void abort() noexcept override { inner_->abort(); }
-  std::vector<int> laggards() const override { return inner_->laggards(); }
-
- private:
-  const SharedMapping mapping_;  // outlives inner_
-  const std::unique_ptr<Backend> inner_;
-};
-
-}  // namespace
-
 void PlaneTable::add(uint32_t process_set, std::vector<int32_t> ranks) {
-  // Ids are never reused, so neither is a region, and a fresh one is zero.
-  const int count = static_cast<int>(ranks.size());
-  const uint64_t offset = process_set * static_cast<uint64_t>(shm_region_bytes(endpoint_.size()));
+  const PlaneSet set{process_set, ranks};
   std::shared_ptr<Plane> plane;
-  std::optional<Foreign> foreign;
-  const auto me = std::lower_bound(ranks.begin(), ranks.end(), endpoint_.rank());
-  if (me != ranks.end() && *me == endpoint_.rank()) {
-    ShmOptions options = options_;
-    options.rank = static_cast<int>(me - ranks.begin());
-    options.size = count;
-    plane = std::make_shared<Plane>();
-    plane->ranks = ranks;
-    plane->backend = std::make_unique<MappedBackend>(endpoint_.map_shared(offset, shm_region_bytes(count)), options);
-  } else if (endpoint_.rank() == 0) {
-    foreign = Foreign{endpoint_.map_shared(offset, shm_region_bytes(count)), ranks};
+  std::shared_ptr<Plane> foreign;
+  const auto me = std::lower_bound(ranks.begin(), ranks.end(), rank_);
+  if (me != ranks.end() && *me == rank_) {
+    plane = std::make_shared<Plane>(Plane{ranks, source_->make(set, static_cast<int>(me - ranks.begin()))});
+  } else if (rank_ == 0) {
+    foreign = std::make_shared<Plane>(Plane{ranks, source_->make_foreign(set)});
   }
   const std::lock_guard lock(mutex_);
   members_[process_set] = std::move(ranks);
   if (plane) planes_[process_set] = std::move(plane);
-  if (foreign) foreign_[process_set] = std::move(*foreign);
+  if (foreign) foreign_[process_set] = std::move(foreign);
 }
 
 void PlaneTable::remove(uint32_t process_set) {
@@ -87,7 +60,7 @@ void PlaneTable::abort(int rank_or_all) {
     if (plane && concerned(plane->ranks)) plane->backend->abort();
   }
   for (const auto& [id, foreign] : foreign_) {
-    if (concerned(foreign.ranks)) shm_stop(foreign.mapping.data, static_cast<int>(foreign.ranks.size()));
+    if (concerned(foreign->ranks)) foreign->backend->abort();
   }
 }
 

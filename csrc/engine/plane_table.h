@@ -5,10 +5,11 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <utility>
 #include <vector>
 
-#include "collective/shm.h"
 #include "engine/executor.h"
+#include "engine/plane_source.h"
 #include "transport/endpoint.h"
 
 namespace fusewire {
@@ -17,8 +18,8 @@ namespace fusewire {
 // backends' abort(), which takes no lock.
 class PlaneTable {
  public:
-  // `options.rank` and `.size` are filled in per set.
-  PlaneTable(Endpoint& endpoint, ShmOptions options) : endpoint_(endpoint), options_(options) {}
+  PlaneTable(const Endpoint& endpoint, std::unique_ptr<PlaneSource> source)
+      : rank_(endpoint.rank()), source_(std::move(source)) {}
 
   void add(uint32_t process_set, std::vector<int32_t> ranks);
   void remove(uint32_t process_set);
@@ -29,19 +30,15 @@ class PlaneTable {
   static constexpr int kEverySet = -1;
 
  private:
-  Endpoint& endpoint_;
-  const ShmOptions options_;
+  const int rank_;
+  const std::unique_ptr<PlaneSource> source_;
   mutable std::mutex mutex_;
   std::map<uint32_t, std::shared_ptr<Plane>> planes_;
   std::map<uint32_t, std::vector<int32_t>> members_;
   std::vector<std::weak_ptr<Plane>> removed_;  // a bucket may still run on one
 
   // Rank 0 only: sets that it is not in but must be able to stop, for it alone hears of a rank that died.
-  struct Foreign {
-    SharedMapping mapping;
-    std::vector<int32_t> ranks;
-  };
-  std::map<uint32_t, Foreign> foreign_;
+  std::map<uint32_t, std::shared_ptr<Plane>> foreign_;
 };
 
 }  // namespace fusewire

@@ -6,6 +6,7 @@
 #include "kernels/kernels.h"
 #include "torch/bind_hooks.h"
 #include "torch/bind_ops.h"
+#include "torch/bind_planes.h"
 #include "torch/handle_object.h"
 #include "torch/py_engine.h"
 #include "torch/python_errors.h"
@@ -55,4 +56,5 @@ PYBIND11_MODULE(_core, module) {
   register_sets(module);
   register_hooks(module);
   register_stacks(module);
+  register_planes(module);
 }

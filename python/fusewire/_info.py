@@ -54,7 +54,23 @@ def _data_planes() -> Iterator[Row]:
     yield "shm", GOOD, "CPU tensors between the ranks of one host"
     cuda = f"torch sees {torch.cuda.device_count()} GPU(s)" if torch.cuda.is_available() else "torch sees no GPU"
     yield "CUDA, NCCL", OFF, f"not in this version ({cuda}); CPU tensors only"
-    yield "MPI, Gloo", OFF, "not in this version; one host only"
+    yield _mpi()
+    yield "Gloo", OFF, "not in this version; one host only"
+
+
+def _mpi() -> Row:
+    try:
+        from . import _core
+
+        facts = _core.mpi_facts()
+    except (ImportError, ValueError) as error:
+        return "MPI", OFF, f"unknown ({error})"
+    if facts["problem"]:
+        return "MPI", OFF, facts["problem"]
+    level = f"running with {facts['threads']}" if facts["started"] else "its thread level is known once it runs"
+    chosen = os.environ.get("FUSEWIRE_BACKEND") == "mpi"
+    use = "chosen by FUSEWIRE_BACKEND" if chosen else "used with FUSEWIRE_BACKEND=mpi under mpirun or srun"
+    return "MPI", GOOD, f"{facts['library']}; {level}; {use}"
 
 
 def _isa() -> str:

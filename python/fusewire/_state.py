@@ -41,8 +41,8 @@ def init(
             so Horovod's "dynamic" is accepted and means none.
         knobs: the fields that FUSEWIRE_* variables set too, in lower case: `fusion_threshold` (bytes),
             `cache_capacity` (tensors), `stall_check_time`, `stall_abort_time`, `start_timeout` (seconds), `spin_us`,
-            `inline_limit`, `shm_chunk` (bytes), `backend`, `log_level`, `timeline` (path), `timeline_mark_cycles`,
-            `timeline_limit` (bytes).
+            `inline_limit`, `shm_chunk` (bytes), `backend`, `mpi_module` (path), `log_level`, `timeline` (path),
+            `timeline_mark_cycles`, `timeline_limit` (bytes).
 
     Raises ValueError for a bad variable, knob or `comm`, TypeError for an MPI communicator, PeerLostError naming the
     ranks that did not come.
@@ -184,6 +184,8 @@ def _leave(clean: bool, reason: str) -> None:
 # atexit, if none did. A process that dies without either (SIGKILL, os._exit) is seen by its closed sockets.
 
 _watching = False
+# MPI_Finalize waits for the other ranks. One that does not come has failed, and its launcher ends the job anyway.
+_MPI_PATIENCE = 30.0
 
 
 def _watch_exit() -> None:
@@ -229,3 +231,5 @@ def _at_exit() -> None:
         _leave(clean=False, reason=_failure)
     else:
         _leave(clean=True, reason=_thread_failure or "its script ended")
+        if _pid == os.getpid():
+            _core.finish_mpi(_MPI_PATIENCE)

@@ -3,6 +3,8 @@
 Starting torch costs seconds, so the processes of a world size are started once, on first use, and kept. A body arrives
 as a cloudpickled function, runs on all ranks at once, and its results (or its error, or where it hangs) come back. A
 pool in which anything went wrong is killed and replaced, so that one failure never spoils the next test.
+
+The ranks are children of the test process, or, with FUSEWIRE_TEST_MPIRUN, of an mpirun (mpi_ranks.py).
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from multiprocessing import connection
 from pathlib import Path
 
 import cloudpickle
+import mpi_ranks
 
 SECONDS = 30.0  # a body that takes longer hangs
 GRACE = 3.0  # after one rank has failed, the others get this long to end too; usually they wait for it in vain
@@ -43,16 +46,8 @@ class RankPool:
         # As torchrun does: the launcher serves the store, and the ranks are its clients.
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         self._folder = tempfile.TemporaryDirectory(prefix="fusewire-pool-")
-        spawn = multiprocessing.get_context("spawn")
-        self._processes, self._connections = [], []
-        for rank in range(size):
-            here, there = spawn.Pipe()
-            arguments = (rank, size, self._store.port, there, self._stack_file(rank))
-            process = spawn.Process(target=_rank_main, args=arguments, name=f"rank-{rank}-of-{size}", daemon=True)
-            process.start()
-            there.close()
-            self._processes.append(process)
-            self._connections.append(here)
+        start = mpi_ranks.start if mpi_ranks.COMMAND else _spawn
+        self._processes, self._connections = start(size, self._store.port, self._folder.name)
         try:
             self._collect("the start of the ranks", START_SECONDS * SCALE)
         except BaseException:
@@ -131,16 +126,32 @@ class RankPool:
             process.join(5)
             return "died", f"its process ended with exit code {process.exitcode}"
 
-    def _stack_file(self, rank) -> str:
-        return str(Path(self._folder.name) / f"stacks-{rank}")
-
     def _stacks(self, ranks) -> dict[int, str]:
         for rank in ranks:
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
         if ranks:
             time.sleep(0.5)
-        texts = {rank: Path(self._stack_file(rank)).read_text() for rank in ranks}
+        texts = {rank: _stack_file(self._folder.name, rank).read_text() for rank in ranks}
         return {rank: text.replace(_PICKLED, self._source) for rank, text in texts.items()}
+
+
+def _spawn(size, port, folder):
+    """The rank processes and a pipe to each."""
+    spawn = multiprocessing.get_context("spawn")
+    processes, pipes = [], []
+    for rank in range(size):
+        here, there = spawn.Pipe()
+        arguments = (rank, size, port, there, folder)
+        process = spawn.Process(target=rank_main, args=arguments, name=f"rank-{rank}-of-{size}", daemon=True)
+        process.start()
+        there.close()
+        processes.append(process)
+        pipes.append(here)
+    return processes, pipes
+
+
+def _stack_file(folder, rank) -> Path:
+    return Path(folder) / f"stacks-{rank}"
 
 
 class Pools:
@@ -210,8 +221,9 @@ def run_equal(pool: RankPool, body, arguments=(), keywords=None, **options) -> N
 # ---- in the rank processes ----
 
 
-def _rank_main(rank, size, port, pipe, stack_file):
-    with open(stack_file, "w") as stacks:
+def rank_main(rank, size, port, pipe, folder):
+    """Serves the pool at the other end of `pipe` until that is closed."""
+    with open(_stack_file(folder, rank), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is pytest's: it closes the pools
         os.environ.update(launcher_variables(rank, size, port), TORCHELASTIC_USE_AGENT_STORE="True")
