@@ -88,6 +88,12 @@ def test_cuda_headers_only_where_cuda_lives():
     assert not wrong
 
 
+def test_only_the_mpi_module_includes_mpi():
+    """It is a library of its own: everything else works, and is tested, without an MPI."""
+    users = {p.relative_to(CSRC) for p in sources() if "mpi.h" in [name for quote, name in includes(p) if quote == "<"]}
+    assert users == {Path("collective/mpi/module/mpi_module.cc")}
+
+
 def test_environment_is_read_in_one_place():
     """Knobs come through Config; nothing else under csrc calls getenv."""
     allowed = {CSRC / "common" / "config.cc", CSRC / "common" / "logging.cc"}

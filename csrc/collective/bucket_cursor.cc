@@ -130,12 +130,6 @@ void BucketCursor::copy_piece(const Piece& piece) {
   }
 }
 
-const std::byte* BucketCursor::input_at(int64_t begin, int64_t end) {
-  const std::byte* at = nullptr;
-  for_each(begin, end, [&](const Piece& piece) { at = direct_ && piece.count == end - begin ? piece.in : nullptr; });
-  return at;
-}
-
 std::byte* BucketCursor::output_at(int64_t begin, int64_t end) {
   std::byte* at = nullptr;
   for_each(begin, end, [&](const Piece& piece) { at = direct_ && piece.count == end - begin ? piece.out : nullptr; });
@@ -157,10 +151,10 @@ void BucketCursor::gather_staged(int64_t begin, int64_t end, std::byte* staging)
 const std::byte* BucketCursor::in_order(int64_t begin, int64_t end, std::byte* staging) {
   const std::byte* found = staging;
   for_each(begin, end, [&](const Piece& piece) {
-    if (direct_ && piece.in != nullptr) {
+    if (direct_ && piece.in != nullptr && piece.count == end - begin) {
       found = piece.in;
     } else {
-      gather_part(piece, staging);
+      gather_part(piece, staging + static_cast<size_t>(piece.begin - begin) * wire_bytes_);
     }
   });
   return found;

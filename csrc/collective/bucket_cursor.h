@@ -80,17 +80,16 @@ class BucketCursor {
     return direct_ && piece.in != nullptr && piece.out != nullptr && piece.count >= direct_elements_;
   }
 
-  // Where all of [begin, end) lies in order without gaps and unconverted, else null: this rank's contribution to it,
-  // and the place for its result. Like in_place(), only this rank's business.
-  const std::byte* input_at(int64_t begin, int64_t end);
+  // Where the result for all of [begin, end) is to lie, if that is in order, without gaps and unconverted; else null.
+  // Like in_place(), only this rank's business.
   std::byte* output_at(int64_t begin, int64_t end);
 
   // This rank's contribution to [begin, end), into contiguous `staging`. The second form leaves holes where in_place().
   void gather(int64_t begin, int64_t end, std::byte* staging);
   void gather_staged(int64_t begin, int64_t end, std::byte* staging);
 
-  // The contribution to [begin, end), which is not empty and inside one entry: where it lies if it needs no packing,
-  // else in `staging`.
+  // The contribution to [begin, end), which is not empty: where it lies if that is one entry and needs no packing, else
+  // in `staging`.
   const std::byte* in_order(int64_t begin, int64_t end, std::byte* staging);
 
   // One piece of for_each(), `staging` being its own.

@@ -435,6 +435,8 @@ void Engine::shutdown(bool clean, const std::string& reason) { impl_->shutdown(c
 
 std::shared_ptr<const Error> Engine::failure() const { return impl_->completion_.failure(); }
 
+std::string Engine::data_plane() const { return std::string(impl_->planes_.name()); }
+
 std::vector<int32_t> Engine::members(uint32_t process_set) const { return impl_->planes_.members(process_set); }
 
 EngineStats Engine::stats() const {

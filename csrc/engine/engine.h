@@ -82,6 +82,9 @@ class Engine {
   // Whether the engine has failed for good (peer lost, stalled, ...); the error it failed with.
   std::shared_ptr<const Error> failure() const;
 
+  // The name of the data plane that moves CPU tensors: "shm", "mpi".
+  std::string data_plane() const;
+
   // Members of a process set (global ranks, sorted); throws kInvalidArgument when there is no such set.
   std::vector<int32_t> members(uint32_t process_set) const;
 

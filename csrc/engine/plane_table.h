@@ -5,6 +5,7 @@
 #include <map>
 #include <memory>
 #include <mutex>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -24,6 +25,7 @@ class PlaneTable {
   void add(uint32_t process_set, std::vector<int32_t> ranks);
   void remove(uint32_t process_set);
 
+  std::string_view name() const { return source_->name(); }
   std::shared_ptr<Plane> plane(uint32_t process_set) const;  // null: not a member, or no such set
   std::vector<int32_t> members(uint32_t process_set) const;  // throws Error(kInvalidArgument)
   void abort(int rank_or_all);                               // sets with that rank; -1: every set

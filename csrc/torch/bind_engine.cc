@@ -156,6 +156,7 @@ void register_engine(py::module_& module) {
       module, "Engine",
       "One rank's engine. fusewire.init() makes the default one; tests make several as threads of one process.")
       .def_property_readonly("rank", [](PyEngine& engine) { return engine.get().rank(); })
+      .def_property_readonly("data_plane", [](PyEngine& engine) { return engine.get().data_plane(); })
       .def_property_readonly("size", [](PyEngine& engine) { return engine.get().size(); })
       .def(
           "shutdown", [](PyEngine& engine, bool clean, const std::string& why) { engine.get().shutdown(clean, why); },

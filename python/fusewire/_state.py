@@ -145,6 +145,11 @@ def engine() -> _core.Engine:
     return _engine
 
 
+def data_plane() -> str | None:
+    """What moves CPU tensors between the ranks ("shm", "mpi"); None before init()."""
+    return _engine.data_plane if is_initialized() and _engine is not None else None
+
+
 def _here() -> Rendezvous:
     if _place is None or _pid != os.getpid():
         forked = _place is not None

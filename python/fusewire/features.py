@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from . import _state
+from . import _core, _state
 
 
 def mpi_enabled() -> bool:
-    """Whether MPI coordinates the ranks. Never: ranks meet through a torch Store."""
-    return False
+    """Whether MPI moves the data of this job: it was chosen (`FUSEWIRE_BACKEND=mpi`) and runs."""
+    return _state.data_plane() == "mpi"
 
 
 def mpi_built() -> bool:
-    """Whether a data plane over MPI is built in. Not in this version."""
-    return False
+    """Whether the data plane over MPI is built and its library can be loaded. `fusewire info` says why not."""
+    facts = _core.mpi_facts()
+    return facts["built"] and not facts["problem"]
 
 
 def mpi_threads_supported() -> bool:
-    """Whether MPI may be called from several threads. False where MPI is not used, as here."""
-    return False
+    """Whether MPI runs in this process, started by Fusewire or not, with MPI_THREAD_MULTIPLE: the script may call MPI
+    from any thread, also while operations are pending."""
+    return _core.mpi_facts()["threads"] == "MPI_THREAD_MULTIPLE"
 
 
 def gloo_enabled() -> bool:

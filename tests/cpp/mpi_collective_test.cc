@@ -6,6 +6,7 @@
 #include "mpi_world.h"
 #include "shm_case.h"
 #include "shm_parts_case.h"
+#include "shm_world.h"
 
 namespace fusewire::testing {
 namespace {
@@ -25,6 +26,15 @@ void run(int size, const std::vector<AnyCase>& cases, const MpiOptions& options,
                                 [&](int rank, Backend& backend) { return run_cases(cases, expected, rank, backend); }),
             "");
   for (const auto& rank : world.ranks) EXPECT_EQ(rank->mpi.open_requests(), 0u);
+}
+
+void scale_all(std::vector<std::byte>& doubles, double factor) {
+  for (size_t i = 0; i < doubles.size(); i += sizeof(double)) {
+    double value;
+    std::memcpy(&value, doubles.data() + i, sizeof(value));
+    value *= factor;
+    std::memcpy(doubles.data() + i, &value, sizeof(value));
+  }
 }
 
 class MpiCollective : public ::testing::TestWithParam<int> {};
@@ -135,6 +145,53 @@ TEST_P(MpiCollective, ManyBucketsBackToBack) {
     cases.push_back(c);
   }
   run(GetParam(), cases, small_messages(4096));
+}
+
+// Adasum's rule has tests of its own; here the planes must agree on every bit, in every layout, and where fp64 has to
+// be rescaled.
+TEST_P(MpiCollective, AdasumGivesTheBitsOfSharedMemory) {
+  for (const DataType dtype : {DataType::kFloat16, DataType::kBFloat16, DataType::kFloat32, DataType::kFloat64}) {
+    for (const auto& shapes : {kSmall, kLarge}) {
+      for (const double prescale : {1.0, 1e-200}) {
+        if (prescale != 1.0 && dtype != DataType::kFloat64) continue;
+        std::vector<std::vector<std::byte>> by_shm(static_cast<size_t>(GetParam()));
+        std::vector<std::vector<std::byte>> by_mpi(static_cast<size_t>(GetParam()));
+        const auto body = [&](std::vector<std::vector<std::byte>>& results) {
+          return [&, dtype](int rank, Backend& backend) -> std::string {
+            Bucket bucket;
+            bucket.op = ReduceOp::kAdasum;
+            bucket.dtype = bucket.wire = dtype;
+            bucket.postscale = 0.5;
+            std::vector<OwnedTensor> tensors;
+            for (size_t t = 0; t < shapes.size(); ++t) {
+              auto values = make_values(dtype, numel(shapes[t]), t * 100 + static_cast<uint64_t>(rank));
+              if (prescale != 1.0) scale_all(values, prescale);
+              tensors.emplace_back(dtype, shapes[t],
+                                   (t + static_cast<size_t>(rank)) % 3 == 0 ? Layout::kGaps : Layout::kDense);
+              tensors.back().write(values.data());
+            }
+            for (size_t t = 0; t < shapes.size(); ++t) {
+              bucket.segments.push_back({tensors[t].view(), tensors[t].view()});
+              if (rank == 1 && t == 1) bucket.segments.back().input.data = nullptr;
+              bucket.elements += numel(shapes[t]);
+            }
+            backend.run(bucket);
+            auto& result = results[static_cast<size_t>(rank)];
+            for (OwnedTensor& tensor : tensors) {
+              const auto row = tensor.read();
+              result.insert(result.end(), row.begin(), row.end());
+            }
+            return "";
+          };
+        };
+        EXPECT_EQ(run_threads(GetParam(), {}, body(by_shm)), "");
+        MpiWorld world(GetParam());
+        EXPECT_EQ(world.with_backends(small_messages(64), body(by_mpi)), "");
+        EXPECT_EQ(by_mpi, by_shm) << to_string(dtype) << ' ' << prescale;
+        for (const auto& row : by_mpi) EXPECT_EQ(row, by_mpi[0]);
+      }
+    }
+  }
 }
 
 TEST(MpiJobTest, RanksOfTheJobMayBeOtherRanksOfMpi) {

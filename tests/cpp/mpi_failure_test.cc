@@ -61,8 +61,10 @@ TEST(MpiFailure, AWaitThatLastsTooLongNamesTheRank) {
 TEST(MpiFailure, AnErrorOfMpiReachesEveryRank) {
   for (const char* call : {"MPI_Isend", "MPI_Irecv", "MPI_Testsome"}) {
     MpiWorld world(3);
+    std::barrier done(3);  // an error ends whatever its rank's peers are still in
     const auto fault = world.with_backends({}, [&](int rank, Backend& backend) -> std::string {
       backend.run(Sum().bucket);
+      done.arrive_and_wait();
       if (rank == 2) world.ranks[2]->mpi.fails = call;
       const Error error = error_of([&] { backend.run(Sum().bucket); });
       if (error.code() != ErrorCode::kCollective) return std::string("another error: ") + error.what();

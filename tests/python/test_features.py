@@ -6,9 +6,6 @@ from rank_helpers import ranks
 import fusewire as fw
 
 FALSE = [
-    "mpi_enabled",
-    "mpi_built",
-    "mpi_threads_supported",
     "gloo_enabled",
     "gloo_built",
     "cuda_built",
@@ -21,6 +18,10 @@ FALSE = [
 def check():
     for name in FALSE:
         assert getattr(fw, name)() is False, name
+    over_mpi = fw._state.data_plane() == "mpi"  # what is said of MPI then: test_mpi.py
+    assert fw.mpi_enabled() is over_mpi
+    assert fw.mpi_built() is (fw._core.mpi_facts()["problem"] == "")
+    assert fw.mpi_threads_supported() is over_mpi  # nobody else starts MPI in these processes
     version = fw.nccl_built()
     assert (type(version), version) == (int, 0)
 

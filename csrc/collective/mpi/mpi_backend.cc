@@ -72,7 +72,11 @@ class MpiBackend final : public Backend {
     context_.cursor.assign(bucket, plan.format);
     if (bucket.elements == 0) return;
     const size_t bytes = static_cast<size_t>(bucket.elements) * context_.cursor.wire_bytes();
-    if (bytes * static_cast<size_t>(context_.size()) <= kAtOnce) {
+    const bool at_once = bytes * static_cast<size_t>(context_.size()) <= kAtOnce;
+    if (bucket.op == ReduceOp::kAdasum && context_.size() > 1) {  // of one rank it is a Sum
+      const double factor = plan.reduction.scale.factor;
+      at_once ? mpi_adasum_at_once(context_, factor) : mpi_adasum_shared(context_, factor);
+    } else if (at_once) {
       mpi_allreduce_at_once(context_, plan.reduction);
     } else {
       mpi_allreduce_sliced(context_, plan.reduction);

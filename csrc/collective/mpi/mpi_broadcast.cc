@@ -61,10 +61,7 @@ class Broadcast {
   }
 
   const std::byte* source(int64_t k) {
-    if (const std::byte* there = cursor_.input_at(begin(k), end(k))) return there;
-    std::byte* const staging = context_.staging[static_cast<size_t>(k % 2)].data();
-    cursor_.gather(begin(k), end(k), staging);
-    return staging;
+    return cursor_.in_order(begin(k), end(k), context_.staging[static_cast<size_t>(k % 2)].data());
   }
 
   void receive(int64_t k) { context_.link.receive(from_parent(k), parent_, place(k), bytes(k)); }

@@ -63,11 +63,20 @@ struct MpiContext {
   std::vector<const void*> sources;  // one per rank: what a kernel call gets
 };
 
-// Everybody's contributions go to everybody, in log2(n) messages; each reduces all. For small buckets.
+// All ranks' rows to everybody, each whole, in log2(n) messages: context.sources points at them, and so does the result
+// at all of that memory, with this rank's own row first. (Bruck's allgather: block j is the row of the member j ranks
+// further on, and with every message the number of blocks that are there doubles.)
+std::byte* mpi_gather_everything(MpiContext& context);
+
+// Everybody reduces everything. For small buckets.
 void mpi_allreduce_at_once(MpiContext& context, const Reduction& reduction);
 
 // Each rank reduces the slice that it owns and sends the result to the others.
 void mpi_allreduce_sliced(MpiContext& context, const Reduction& reduction);
+
+// Adasum (adasum.h): small buckets as above; in others, each rank measures and combines a share of the blocks.
+void mpi_adasum_at_once(MpiContext& context, double factor);
+void mpi_adasum_shared(MpiContext& context, double factor);
 
 void mpi_broadcast(MpiContext& context, int root);
 

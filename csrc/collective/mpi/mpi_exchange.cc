@@ -67,15 +67,9 @@ class Exchange {
       const int taker = context_.after(distance);
       BucketCursor& row = given(taker);
       if (begin(k) >= row.elements()) continue;
-      if (packed == nullptr || !same_) packed = pack(k, taker, row);
+      if (packed == nullptr || !same_) packed = row.in_order(begin(k), end(k, row), outgoing(k, taker));
       context_.link.send(purpose(k), taker, packed, bytes(k, row));
     }
-  }
-
-  const std::byte* pack(int64_t k, int taker, BucketCursor& row) {
-    if (const std::byte* there = row.input_at(begin(k), end(k, row))) return there;
-    row.gather(begin(k), end(k, row), outgoing(k, taker));
-    return outgoing(k, taker);
   }
 
   void finish(int64_t k) {

@@ -111,14 +111,14 @@ MpiJob::~MpiJob() {
 // What a wait does between two looks.
 class MpiLink::Pause {
  public:
-  explicit Pause(const MpiLink& link) : link_(link), begin_(Clock::now()), since_(begin_) {}
+  explicit Pause(const MpiLink& link) : link_(link), since_(Clock::now()) {}
 
   void got_on() {
     since_ = Clock::now();
     nap_ = kShortestNap;
   }
 
-  // True: this wait has lasted too long. `asleep` is called before the first nap.
+  // True: this wait has lasted too long. `asleep` is called before each nap.
   template <typename Asleep>
   bool take(Asleep&& asleep) {
     const auto now = Clock::now();
@@ -127,10 +127,8 @@ class MpiLink::Pause {
       cpu_relax();
       return false;
     }
-    if (!punctual_) {
-      punctual_ = std::make_unique<PunctualThread>();
-      asleep();
-    }
+    if (!punctual_) punctual_ = std::make_unique<PunctualThread>();
+    asleep();
     std::this_thread::sleep_for(nap_);
     nap_ = std::min(2 * nap_, kLongestNap);
     return false;
@@ -138,7 +136,6 @@ class MpiLink::Pause {
 
  private:
   const MpiLink& link_;
-  const Clock::time_point begin_;
   Clock::time_point since_;
   microseconds nap_ = kShortestNap;
   std::unique_ptr<PunctualThread> punctual_;

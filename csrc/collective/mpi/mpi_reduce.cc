@@ -82,13 +82,6 @@ class SlicePipeline {
     return context_.staging[static_cast<size_t>(which)].data() + slice_bytes_ * static_cast<size_t>(rank);
   }
 
-  // This rank's contribution to a slice, where it lies or packed.
-  const std::byte* contribution(const Slice& slice, std::byte* staging) {
-    if (const std::byte* there = slice.row->input_at(slice.begin, slice.end)) return there;
-    slice.row->gather(slice.begin, slice.end, staging);
-    return staging;
-  }
-
   template <typename SliceOf>
   void offer(int64_t step, SliceOf& slice_of) {
     const size_t mine = slice_of(context_.rank(), step).bytes();
@@ -99,13 +92,15 @@ class SlicePipeline {
     for (int distance = 1; distance < context_.size(); ++distance) {
       const int to = context_.after(distance);
       const Slice slice = slice_of(to, step);
-      if (!slice.empty()) context_.link.send(give(step), to, contribution(slice, outgoing(step, to)), slice.bytes());
+      if (!slice.empty())
+        context_.link.send(give(step), to, slice.row->in_order(slice.begin, slice.end, outgoing(step, to)),
+                           slice.bytes());
     }
   }
 
   void own(int64_t step, const Slice& slice) {
     const int rank = context_.rank();
-    const std::byte* mine = slice.empty() ? nullptr : contribution(slice, outgoing(step, rank));
+    const std::byte* mine = slice.empty() ? nullptr : slice.row->in_order(slice.begin, slice.end, outgoing(step, rank));
     context_.link.wait(give(step));
     if (slice.empty()) return;
     for (int r = 0; r < context_.size(); ++r) {
@@ -153,24 +148,27 @@ class SlicePipeline {
 
 }  // namespace
 
-// Bruck's allgather: block j is the contribution of the member j ranks further on, and the number of blocks that are
-// there doubles with every message.
-void mpi_allreduce_at_once(MpiContext& context, const Reduction& reduction) {
+std::byte* mpi_gather_everything(MpiContext& context) {
   BucketCursor& cursor = context.cursor;
-  const int64_t count = cursor.elements();
-  const size_t bytes = static_cast<size_t>(count) * cursor.wire_bytes();
+  const size_t bytes = static_cast<size_t>(cursor.elements()) * cursor.wire_bytes();
   std::byte* const blocks = context.stage(0, bytes * static_cast<size_t>(context.size()));
-  cursor.gather(0, count, blocks);
-  Purpose purpose = MpiLink::kGive;
+  cursor.gather(0, cursor.elements(), blocks);
   for (int there = 1; there < context.size(); there *= 2) {
     const size_t more = static_cast<size_t>(std::min(there, context.size() - there)) * bytes;
-    context.link.receive(purpose, context.after(there), blocks + static_cast<size_t>(there) * bytes, more);
-    context.link.send(purpose, context.before(there), blocks, more);
-    context.link.wait(purpose);
+    context.link.receive(MpiLink::kGive, context.after(there), blocks + static_cast<size_t>(there) * bytes, more);
+    context.link.send(MpiLink::kGive, context.before(there), blocks, more);
+    context.link.wait(MpiLink::kGive);
   }
   for (int block = 0; block < context.size(); ++block) {
     context.sources[static_cast<size_t>(context.after(block))] = blocks + static_cast<size_t>(block) * bytes;
   }
+  return blocks;
+}
+
+void mpi_allreduce_at_once(MpiContext& context, const Reduction& reduction) {
+  BucketCursor& cursor = context.cursor;
+  const int64_t count = cursor.elements();
+  std::byte* const blocks = mpi_gather_everything(context);
   if (std::byte* const there = cursor.output_at(0, count)) {
     return reduce(context, reduction, cursor.wire(), count, there);
   }
