@@ -23,6 +23,7 @@ class MpiBackend final : public Backend {
     context_.link.stop().throw_if_stopped("an MPI collective");
     job_->process().call([&] {
       try {
+        context_.link.begin();
         dispatch(bucket);
       } catch (const Error& error) {
         fail(is_fatal(error.code()) ? error.code() : ErrorCode::kCollective);

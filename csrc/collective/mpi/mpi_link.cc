@@ -17,6 +17,9 @@ using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 
 constexpr int kTags = 32768;  // MPI guarantees 0 to 32767
+// Once a bucket's messages move, a peer is copying, and this rank's own part of the transfer gets on only while it
+// calls MPI: so many times longer a wait then looks before it naps.
+constexpr int kMoving = 50;
 constexpr microseconds kShortestNap{10};
 constexpr microseconds kLongestNap{500};
 constexpr std::chrono::milliseconds kCancelTime{50};
@@ -123,7 +126,7 @@ class MpiLink::Pause {
   bool take(Asleep&& asleep) {
     const auto now = Clock::now();
     if (link_.abort_after_.count() > 0 && now - since_ > link_.abort_after_) return true;
-    if (now - since_ < link_.spin_) {
+    if (now - since_ < (link_.moving_ ? kMoving : 1) * link_.spin_) {
       cpu_relax();
       return false;
     }
@@ -178,6 +181,7 @@ void MpiLink::receive(Purpose purpose, int peer, std::byte* data, size_t bytes) 
 bool MpiLink::progress() {
   check_mpi(api_, api_.test_some(requests_, finished_), "MPI_Testsome");
   if (finished_.empty()) return false;
+  moving_ = true;
   std::sort(finished_.begin(), finished_.end(), std::greater<>());
   for (const int index : finished_) {
     const auto i = static_cast<size_t>(index);

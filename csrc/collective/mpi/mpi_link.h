@@ -63,6 +63,9 @@ class MpiLink {
 
   MpiLink(std::shared_ptr<MpiJob> job, const MpiOptions& options, StopWord stop);
 
+  // A bucket begins.
+  void begin() { moving_ = false; }
+
   // Peers are ranks inside the set; nothing is sent for 0 bytes. `data` belongs to MPI until wait(purpose) has
   // returned. Between two ranks, the first message sent is the first received, whatever the purposes.
   void send(Purpose purpose, int peer, const std::byte* data, size_t bytes);
@@ -106,6 +109,7 @@ class MpiLink {
   std::vector<Flight> flights_;  // the same order
   int outstanding_[kPurposes] = {};
   std::vector<int> finished_;
+  bool moving_ = false;  // some message of this bucket has completed
 
   mutable std::mutex mutex_;  // a leaf; laggards_ only
   std::vector<int> laggards_;
