@@ -72,6 +72,7 @@ class SharedAdasum {
 
   // Everybody's contributions to this rank's share come to staging 1, one after another.
   void give() {
+    const auto trace = context_.link.watch().step(ChunkStep::kPack);
     const Share mine = share(context_.rank());
     std::byte* const packed = context_.stage(0, bytes_between(0, cursor_.elements()));
     std::byte* const taken = context_.stage(1, bytes(mine) * static_cast<size_t>(context_.size()));
@@ -102,6 +103,7 @@ class SharedAdasum {
 
   // Every rank measures its share; all add all measures.
   void pass(AdasumMeasure& measure) {
+    const auto trace = context_.link.watch().step(ChunkStep::kReduce);
     const size_t values = measure.values();
     std::vector<double> results(blocks_.size() * values);
     const Share mine = share(context_.rank());
@@ -129,6 +131,7 @@ class SharedAdasum {
 
   // What the others have combined comes to its place, or to staging 0.
   void spread(const Combinations& found) {
+    const auto trace = context_.link.watch().step(ChunkStep::kUnpack);
     std::byte* const packed = context_.staging[0].data();
     const auto target = [&](int64_t begin, int64_t end) {
       std::byte* const there = cursor_.output_at(begin, end);
@@ -174,6 +177,7 @@ class SharedAdasum {
 void mpi_adasum_at_once(MpiContext& context, double factor) {
   BucketCursor& cursor = context.cursor;
   std::byte* const blocks_of_rows = mpi_gather_everything(context);
+  const auto trace = context.link.watch().step(ChunkStep::kReduce);
   const Blocks blocks = adasum_blocks(cursor);
   const std::vector<const void*> rows = context.sources;
   const AdasumCombiner combiner(cursor, context.size(), factor, [&](AdasumMeasure& measure) {

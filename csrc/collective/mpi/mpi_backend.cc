@@ -1,5 +1,6 @@
 #include "collective/mpi/mpi_backend.h"
 
+#include <algorithm>
 #include <string>
 #include <utility>
 
@@ -23,7 +24,7 @@ class MpiBackend final : public Backend {
     context_.link.stop().throw_if_stopped("an MPI collective");
     job_->process().call([&] {
       try {
-        context_.link.begin();
+        context_.link.begin(bucket.trace, std::max<int64_t>(bucket.elements, 1));
         dispatch(bucket);
       } catch (const Error& error) {
         fail(is_fatal(error.code()) ? error.code() : ErrorCode::kCollective);

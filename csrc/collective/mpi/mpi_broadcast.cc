@@ -25,6 +25,7 @@ class Broadcast {
   }
 
   void run() {
+    const auto trace = context_.link.watch().step(parent_ < 0 ? ChunkStep::kPack : ChunkStep::kUnpack);
     const int64_t messages = (cursor_.elements() + step_ - 1) / step_;
     if (parent_ >= 0 && messages > 0) receive(0);
     for (int64_t k = 0; k < messages; ++k) {

@@ -55,6 +55,7 @@ class Exchange {
   int64_t end(int64_t k, const BucketCursor& row) const { return std::min(begin(k) + step_, row.elements()); }
 
   void post(int64_t k) {
+    const auto trace = context_.link.watch().step(ChunkStep::kPack);
     for (int distance = 1; distance < context_.size(); ++distance) {
       const int giver = context_.before(distance);
       BucketCursor& row = taken(giver);
@@ -73,6 +74,7 @@ class Exchange {
   }
 
   void finish(int64_t k) {
+    const auto trace = context_.link.watch().step(ChunkStep::kUnpack);
     context_.link.wait(purpose(k));
     for (int giver = 0; giver < context_.size(); ++giver) {
       BucketCursor& row = taken(giver);

@@ -197,6 +197,7 @@ bool MpiLink::progress() {
 void MpiLink::wait(Purpose purpose) {
   stop_.throw_if_stopped("an MPI collective");
   if (outstanding_[purpose] == 0 || (progress() && outstanding_[purpose] == 0)) return;
+  watch_.wait_begins();
   Pause pause(*this);
   while (outstanding_[purpose] > 0) {
     stop_.throw_if_stopped("an MPI collective");
@@ -206,6 +207,7 @@ void MpiLink::wait(Purpose purpose) {
       give_up();
     }
   }
+  watch_.wait_ends();
   if (!laggards_.empty()) {
     const std::lock_guard lock(mutex_);
     laggards_.clear();

@@ -11,6 +11,7 @@
 
 #include "collective/mpi/mpi_process.h"
 #include "collective/stop_word.h"
+#include "common/chunk_trace.h"
 
 namespace fusewire {
 
@@ -64,7 +65,11 @@ class MpiLink {
   MpiLink(std::shared_ptr<MpiJob> job, const MpiOptions& options, StopWord stop);
 
   // A bucket begins.
-  void begin() { moving_ = false; }
+  void begin(ChunkTrace* trace, int64_t elements) {
+    moving_ = false;
+    watch_.start(trace, elements);
+  }
+  ChunkStopwatch& watch() { return watch_; }
 
   // Peers are ranks inside the set; nothing is sent for 0 bytes. `data` belongs to MPI until wait(purpose) has
   // returned. Between two ranks, the first message sent is the first received, whatever the purposes.
@@ -109,6 +114,7 @@ class MpiLink {
   std::vector<Flight> flights_;  // the same order
   int outstanding_[kPurposes] = {};
   std::vector<int> finished_;
+  ChunkStopwatch watch_;
   bool moving_ = false;  // some message of this bucket has completed
 
   mutable std::mutex mutex_;  // a leaf; laggards_ only

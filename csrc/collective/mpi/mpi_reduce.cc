@@ -84,6 +84,7 @@ class SlicePipeline {
 
   template <typename SliceOf>
   void offer(int64_t step, SliceOf& slice_of) {
+    const auto trace = context_.link.watch().step(ChunkStep::kPack);
     const size_t mine = slice_of(context_.rank(), step).bytes();
     for (int distance = 1; distance < context_.size(); ++distance) {
       const int from = context_.before(distance);
@@ -99,6 +100,7 @@ class SlicePipeline {
   }
 
   void own(int64_t step, const Slice& slice) {
+    const auto trace = context_.link.watch().step(ChunkStep::kReduce);
     const int rank = context_.rank();
     const std::byte* mine = slice.empty() ? nullptr : slice.row->in_order(slice.begin, slice.end, outgoing(step, rank));
     context_.link.wait(give(step));
@@ -129,6 +131,7 @@ class SlicePipeline {
 
   template <typename SliceOf>
   void collect(int64_t step, SliceOf& slice_of) {
+    const auto trace = context_.link.watch().step(ChunkStep::kUnpack);
     context_.link.wait(give_back(step));
     for (int from = 0; from < context_.size(); ++from) {
       const Slice slice = slice_of(from, step);
@@ -149,6 +152,7 @@ class SlicePipeline {
 }  // namespace
 
 std::byte* mpi_gather_everything(MpiContext& context) {
+  const auto trace = context.link.watch().step(ChunkStep::kPack);
   BucketCursor& cursor = context.cursor;
   const size_t bytes = static_cast<size_t>(cursor.elements()) * cursor.wire_bytes();
   std::byte* const blocks = context.stage(0, bytes * static_cast<size_t>(context.size()));
@@ -169,6 +173,7 @@ void mpi_allreduce_at_once(MpiContext& context, const Reduction& reduction) {
   BucketCursor& cursor = context.cursor;
   const int64_t count = cursor.elements();
   std::byte* const blocks = mpi_gather_everything(context);
+  const auto trace = context.link.watch().step(ChunkStep::kReduce);
   if (std::byte* const there = cursor.output_at(0, count)) {
     return reduce(context, reduction, cursor.wire(), count, there);
   }
