@@ -190,6 +190,8 @@ def test_arguments_that_make_no_sense_are_refused_at_once_and_harm_nothing():
     ones = torch.ones(3)
     with pytest.raises(ValueError, match="root_rank=7"):
         fw.broadcast(ones, root_rank=7, name="nonsense")
+    with pytest.raises(ValueError, match="root_rank=4294967296"):  # not 0
+        fw.broadcast(ones, root_rank=2**32, name="nonsense")
     with pytest.raises(ValueError, match="not both"):
         fw.allreduce(ones, average=True, op=fw.Sum, name="nonsense")
     with pytest.raises(TypeError, match=r"torch\.Tensor"):
