@@ -109,7 +109,9 @@ std::vector<Knob> knobs() {
        {{"auto", 0}, {"shm", 1}, {"mpi", 2}},
        {"", "SHM", "nccl2"},
        "auto, shm, mpi",
-       [](const Config& c) { return c.backend == "shm" ? 1.0 : c.backend == "mpi" ? 2.0 : 0.0; }},
+       [](const Config& c) { return c.backend == "shm"   ? 1.0
+                                    : c.backend == "mpi" ? 2.0
+                                                         : 0.0; }},
       {"mpi_module",
        "FUSEWIRE_MPI_MODULE",
        "",
