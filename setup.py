@@ -83,7 +83,8 @@ class CMakeBuild(build_ext):
         package = ROOT / "python" / "fusewire" if in_place else Path(self.build_lib) / "fusewire"
         package.mkdir(parents=True, exist_ok=True)
         for name in self.products():
-            shutil.copy2(BUILD / name, package / name)
+            # Replaced, not overwritten: processes keep what they have loaded.
+            os.replace(shutil.copy2(BUILD / name, package / f"{name}.new"), package / name)
 
     def products(self) -> list[str]:
         names = [f"_core{sysconfig.get_config_var('EXT_SUFFIX')}", "_build_info.py"]
