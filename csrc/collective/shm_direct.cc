@@ -38,7 +38,7 @@ struct Table {
   void write(const std::vector<Stretch>& stretches) const {
     const uint64_t count = stretches.size();
     std::memcpy(slot, &count, sizeof(count));
-    std::memcpy(slot + sizeof(count), stretches.data(), count * sizeof(Stretch));
+    if (count > 0) std::memcpy(slot + sizeof(count), stretches.data(), count * sizeof(Stretch));
   }
   size_t count() const {
     uint64_t count;

@@ -131,9 +131,9 @@ class _Place:
 
     def move(self, engine: _core.Engine) -> None:
         """Takes a number of `engine`, unless it has one of it or its process set is not registered there (yet)."""
-        set_id = self._process_set.process_set_id
-        if self._engine() is engine or set_id is None:
+        if self._engine() is engine or not self._registered(engine):
             return
+        set_id = self._process_set.registered_id()
         self._engine = weakref.ref(engine)
         attachment = self.attachment()
         if attachment is not None:
@@ -141,6 +141,17 @@ class _Place:
             attachment.rebound = True
         elif engine.rank in engine.members(set_id):
             engine.next_optimizer(set_id)
+
+    def _registered(self, engine: _core.Engine) -> bool:
+        """Whether `engine` has the process set. One that was adopted for a torch group keeps the id that it had in an
+        engine that is gone, which may mean other ranks here, or nothing."""
+        set_id = self._process_set.process_set_id
+        if not set_id:
+            return set_id == 0
+        try:
+            return list(engine.members(set_id)) == self._process_set.ranks
+        except ValueError:
+            return False
 
 
 _places: list[_Place] = []

@@ -136,3 +136,20 @@ def test_names_after_a_new_init_do_not_depend_on_the_garbage_collector(op):
         return [weights(model), weights(newer[0])]
     finally:
         gc.enable()
+
+
+@ranks(2, fresh=True)
+def test_an_optimizer_of_a_set_that_is_gone_is_in_nobodys_way():
+    """Its process set has kept a number of an engine that is gone."""
+    for number in (1, 7):
+        mine = [fw.add_process_set([rank]) for rank in range(2)]
+        stale = mine[fw.rank()]
+        model = make_model()
+        optimizer = fw.DistributedOptimizer(sgd(model), model.named_parameters(), process_set=stale)
+        step(model, optimizer, data(4, 4))
+        fw.shutdown()
+        stale.process_set_id = number  # of nothing in the next engine
+        fw.init()
+        other = make_model()
+        fresh = fw.DistributedOptimizer(sgd(other), other.named_parameters())
+        step(other, fresh, shard(data(8, 4)))
