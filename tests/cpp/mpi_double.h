@@ -4,6 +4,7 @@
 #pragma once
 
 #include <algorithm>
+#include <atomic>
 #include <cstring>
 #include <deque>
 #include <functional>
@@ -50,8 +51,8 @@ class MpiDouble final : public MpiApi {
 
   // Set before use.
   MpiThreads level = MpiThreads::kMultiple;
-  bool is_initialized = false;
-  bool is_finalized = false;
+  std::atomic<bool> is_initialized = false;  // an MPI answers this on any thread
+  std::atomic<bool> is_finalized = false;
   std::string fails;    // the name of the call that fails ...
   int fails_after = 0;  // ... after so many good ones
   std::function<void()> on_finalize;
@@ -176,7 +177,10 @@ class MpiDouble final : public MpiApi {
     return {last_request_};
   }
 
+  std::mutex calls_mutex_;
+
   int note(const char* call) {
+    const std::lock_guard lock(calls_mutex_);  // a leaf: taken with the fabric's held
     calls.emplace_back(call);
     threads.insert(std::this_thread::get_id());
     return call == fails && fails_after-- <= 0 ? 17 : 0;
