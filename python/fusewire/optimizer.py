@@ -22,7 +22,7 @@ from .compression import Compression, compressor_of
 from .compressors import StatefulCompressor
 from .errors import NotInitializedError
 from .ops import Adasum, AnySet, Average, ReduceOp, Sum
-from .process_sets import ProcessSet, global_process_set, resolve
+from .process_sets import ProcessSet, global_process_set, knows, resolve
 
 
 def DistributedOptimizer(
@@ -146,12 +146,7 @@ class _Place:
         """Whether `engine` has the process set. One that was adopted for a torch group keeps the id that it had in an
         engine that is gone, which may mean other ranks here, or nothing."""
         set_id = self._process_set.process_set_id
-        if not set_id:
-            return set_id == 0
-        try:
-            return list(engine.members(set_id)) == self._process_set.ranks
-        except ValueError:
-            return False
+        return knows(engine, set_id) and list(engine.members(set_id)) == self._process_set.ranks
 
 
 _places: list[_Place] = []
