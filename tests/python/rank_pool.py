@@ -60,9 +60,18 @@ class RankPool:
         `fresh`: shutdown() and init() before it and after it; `init` are the keywords of that init(). RankFailure when
         a rank raises or the body takes longer than `timeout` seconds; the pool is then closed.
         """
+        if not (fresh or init):
+            return self._call(body, arguments, keywords, timeout)
+        # Three calls, because nobody may shut down before the body has ended on all ranks: the ranks that it ends
+        # later on may still need those where it has ended, rank 0 above all.
+        self._call(_restart, (), init or {}, SECONDS)
+        results = self._call(body, arguments, keywords, timeout)
+        self._call(_restart, (), {}, SECONDS)
+        return results
+
+    def _call(self, body, arguments, keywords, timeout):
         self._source = inspect.getsourcefile(body) or "?"
-        options = {"fresh": fresh or bool(init), "init": init or {}, "source": self._source}
-        message = cloudpickle.dumps((body, tuple(arguments), keywords or {}, options))
+        message = cloudpickle.dumps((body, tuple(arguments), keywords or {}, self._source))
         try:
             for pipe in self._connections:
                 try:
@@ -243,26 +252,28 @@ def rank_main(rank, size, port, pipe, folder):
                 message = pipe.recv_bytes()
             except (EOFError, OSError):
                 break
-            pipe.send_bytes(_run_body(fusewire, torch, message))
+            pipe.send_bytes(_run_body(torch, message))
         os._exit(0)  # the pool is over, perhaps in the middle of a failure: no goodbyes
 
 
-def _run_body(fusewire, torch, message) -> bytes:
+def _restart(**knobs) -> None:
+    """The body that gives every rank a new engine."""
+    import fusewire
+
+    fusewire.shutdown()
+    fusewire.init(**knobs)
+
+
+def _run_body(torch, message) -> bytes:
+    source = "?"
     try:
-        body, arguments, keywords, options = pickle.loads(message)
-        if options["fresh"]:
-            fusewire.shutdown()
-            fusewire.init(**options["init"])
+        body, arguments, keywords, source = pickle.loads(message)
         torch.manual_seed(0)  # the same on every rank
-        result = body(*arguments, **keywords)
-        if options["fresh"]:
-            fusewire.shutdown()
-            fusewire.init()
-        return cloudpickle.dumps(("result", result))
+        return cloudpickle.dumps(("result", body(*arguments, **keywords)))
     except BaseException as error:
         frames = error.__traceback__.tb_next or error.__traceback__  # without this function's own
         report = traceback.TracebackException(type(error), error, frames)
-        _point_at(options["source"], report)
+        _point_at(source, report)
         return pickle.dumps(("error", "".join(report.format())))
 
 
