@@ -2,6 +2,9 @@
 #include <gtest/gtest.h>
 
 #include <barrier>
+#include <deque>
+#include <mutex>
+#include <vector>
 
 #include "common/error.h"
 #include "mpi_world.h"
@@ -12,14 +15,23 @@ namespace {
 
 using std::chrono::milliseconds;
 
+// Memory that stays until the program ends: what a rank has sent and given up lies there until its MPI has passed it on,
+// however late (Note [Abandoned messages]).
+std::vector<float>& lasting(size_t count) {
+  static std::mutex mutex;
+  static std::deque<std::vector<float>> all;
+  const std::lock_guard lock(mutex);
+  return all.emplace_back(count, 1.0f);
+}
+
 // Sums `values` of all ranks; large enough for two rounds of messages.
 struct Sum {
-  explicit Sum(size_t count = 40000) : values(count, 1.0f) {
+  explicit Sum(size_t count = 40000) : values(lasting(count)) {
     const TensorView view = contiguous_view(values.data(), DataType::kFloat32, {static_cast<int64_t>(count)});
     bucket.elements = static_cast<int64_t>(count);
     bucket.segments.push_back({view, view});
   }
-  std::vector<float> values;
+  std::vector<float>& values;
   Bucket bucket;
 };
 
