@@ -10,6 +10,7 @@
 // All functions throw Error (kCollective) when CUDA reports a failure, which may be that of earlier work.
 #pragma once
 
+#include <array>
 #include <cstddef>
 
 #include "kernels/cuda_kernels.h"
@@ -25,13 +26,17 @@ class CudaApi {
 
   virtual Stream create_stream() = 0;  // of the highest priority; waits for no other, the default stream included
   virtual void destroy_stream(Stream stream) = 0;
-  virtual Event create_event() = 0;  // without timing
+  virtual Event create_event(bool timed = false) = 0;
   virtual void destroy_event(Event event) = 0;
+  virtual double elapsed_ms(Event from, Event to) = 0;  // both timed and reached
 
   virtual void record(Event event, Stream stream) = 0;
   virtual void wait(Stream stream, Event event) = 0;  // work put on the stream from now on
   virtual bool reached(Event event) = 0;
   virtual void synchronize(Event event) = 0;  // sleeps, spins on nothing
+  // Calls function(argument) on a thread of CUDA's when the stream has come so far. It must not call CUDA.
+  virtual void call(Stream stream, void (*function)(void*), void* argument) = 0;
+  virtual bool capturing(Stream stream) = 0;  // work put on it goes to a CUDA graph instead
 
   virtual void* allocate(size_t bytes) = 0;  // device memory
   virtual void free(void* memory) = 0;
@@ -39,8 +44,17 @@ class CudaApi {
   virtual void free_pinned(void* memory) = 0;
 
   virtual void copy(void* to, const void* from, size_t bytes, Stream stream) = 0;
+  virtual void fill(void* memory, int byte, size_t bytes, Stream stream) = 0;
   virtual void pack(const TransferArgs& args) = 0;
   virtual void unpack(const TransferArgs& args) = 0;
+  virtual void reduce(const DeviceReduceArgs& args) = 0;
+  virtual void dot(const DeviceDotArgs& args) = 0;
+  virtual void combine(const DeviceCombineArgs& args) = 0;
+  virtual void quantise(const DeviceQuantiseArgs& args) = 0;
+  virtual void dequantise(const DeviceDequantiseArgs& args) = 0;
+
+  // The same for two processes exactly where both use the same GPU (or the same slice of one).
+  virtual std::array<unsigned char, 16> uuid() = 0;
 };
 
 }  // namespace fusewire

@@ -37,7 +37,7 @@ class ShmBackend final : public Backend {
   std::string_view name() const override { return "shm"; }
 
   void run(const Bucket& bucket) override {
-    context_.waiter.throw_if_stopped();
+    check();
     context_.watch.start(bucket.trace, std::max<int64_t>(bucket.elements, 1));
     try {
       if (!agreed_) agree();
@@ -51,6 +51,8 @@ class ShmBackend final : public Backend {
       throw Error(ErrorCode::kCollective, std::string("shared memory: ") + error.what(), options_.rank);
     }
   }
+
+  void check() override { context_.waiter.throw_if_stopped(); }
 
   void abort() noexcept override { context_.waiter.stop(ErrorCode::kPeerLost, -1); }
 

@@ -63,6 +63,11 @@ std::string parse_backend(const std::string& where, const std::string& value) {
   return value;
 }
 
+std::string parse_gpu_backend(const std::string& where, const std::string& value) {
+  if (value != "auto" && value != "nccl" && value != "staged") reject(where, value, "auto, nccl, staged");
+  return value;
+}
+
 constexpr int64_t kMostBytes = 1LL << 40;
 
 // One row per knob: the init() keyword, our variable, Horovod's name of the same knob ("" where it has none).
@@ -73,7 +78,7 @@ struct Knob {
   void (*assign)(Config&, const std::string& where, const std::string& value);
 };
 
-constexpr std::array<Knob, 13> kKnobs = {{
+constexpr std::array<Knob, 14> kKnobs = {{
     {"fusion_threshold", "FUSEWIRE_FUSION_THRESHOLD", "HOROVOD_FUSION_THRESHOLD",
      [](Config& c, const std::string& w, const std::string& v) {
        c.fusion_threshold = parse_integer(w, v, 0, kMostBytes);
@@ -104,6 +109,8 @@ constexpr std::array<Knob, 13> kKnobs = {{
      [](Config& c, const std::string& w, const std::string& v) { c.shm_chunk = parse_integer(w, v, 0, kMostBytes); }},
     {"backend", "FUSEWIRE_BACKEND", "",
      [](Config& c, const std::string& w, const std::string& v) { c.backend = parse_backend(w, v); }},
+    {"gpu_backend", "FUSEWIRE_GPU_BACKEND", "",
+     [](Config& c, const std::string& w, const std::string& v) { c.gpu_backend = parse_gpu_backend(w, v); }},
     {"mpi_module", "FUSEWIRE_MPI_MODULE", "",
      [](Config& c, const std::string&, const std::string& v) { c.mpi_module = v; }},
     {"log_level", "FUSEWIRE_LOG_LEVEL", "HOROVOD_LOG_LEVEL",

@@ -53,6 +53,10 @@ struct Config {
   // FUSEWIRE_BACKEND: "auto" (shared memory on one host), or the data plane's name: "shm" or "mpi".
   std::string backend = "auto";
 
+  // FUSEWIRE_GPU_BACKEND: how CUDA tensors travel. "auto" (NCCL where all ranks can use it, host staging elsewhere),
+  // "nccl" (an error where it cannot be used) or "staged" (through host memory, by the data plane for CPU tensors).
+  std::string gpu_backend = "auto";
+
   // FUSEWIRE_MPI_MODULE, a path: the module that calls MPI, where it is not the one built with Fusewire but, say, one
   // for another MPI. "" is the one beside the extension.
   std::string mpi_module;

@@ -77,7 +77,9 @@ struct TensorView {
   Device device;
   Dims sizes;
   Dims strides;
-  void* ready_event = nullptr;  // CUDA: the event after which `data` may be read; null on CPU
+  // CUDA: the event (recorded already) after which `data` may be read and written; null on CPU, and where there is
+  // nothing to wait for. Whoever keeps `data` alive keeps it, too.
+  void* ready_event = nullptr;
 
   int64_t numel() const { return fusewire::numel(sizes); }
   bool is_contiguous() const;  // row-major without gaps: logical order is memory order

@@ -7,6 +7,7 @@
 #include <utility>
 #include <vector>
 
+#include "collective/gpu_device.h"
 #include "common/error.h"
 
 namespace fusewire {
@@ -17,6 +18,7 @@ struct Result {
   std::vector<bool> skipped{};           // empty: none; else per tensor: nobody had it
   uint32_t created_set = 0;
   std::vector<int64_t> extents{};
+  SharedEvent event{};  // null: results are there. Else they are when this has been reached
 };
 
 // Note [Who drops a keep-alive]
@@ -24,6 +26,10 @@ struct Result {
 // it: a Handle that the submitter has let go of before its unit completed is put on the engine's list of retired
 // handles, and the list is emptied by the next thread that submits, waits or shuts down (all of them are the user's).
 // As "has let go" cannot be asked without a race, every completed handle goes that way.
+//
+// Note [Done and reached]
+// A unit on a GPU is done() when its work has been *launched*. The memory that this work uses is kept until its event
+// has been reached, whoever lets go of the handle: a retired handle stays on the list so long.
 class HandleState {
  public:
   bool done() const { return done_.load(std::memory_order_seq_cst); }
@@ -37,8 +43,13 @@ class HandleState {
   // order (of an alltoall, the received splits). Join: the last rank to join. Else empty.
   const std::vector<int64_t>& extents() const { return result_.extents; }
 
-  // On a thread of the submitter's. Several threads may wait for one handle.
+  // Once done(): see Note [Done and reached]. A user of the results makes his stream wait for it.
+  const SharedEvent& event() const { return result_.event; }
+  bool reached() const { return !result_.event || result_.event->reached(); }
+
+  // On a thread of the submitter's. Several threads may wait for one handle. Does nothing while !reached().
   void drop_keep_alive() {
+    if (!reached()) return;
     if (!dropped_.exchange(true, std::memory_order_acq_rel)) keep_alive_.reset();
   }
   void set_keep_alive(std::shared_ptr<void> owner) { keep_alive_ = std::move(owner); }

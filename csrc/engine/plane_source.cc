@@ -24,6 +24,7 @@ class MappedBackend : public Backend {
   std::string_view name() const override { return inner_->name(); }
   void run(const Bucket& bucket) override { inner_->run(bucket); }
   void abort() noexcept override { inner_->abort(); }
+  void check() override { inner_->check(); }
   std::vector<int> laggards() const override { return inner_->laggards(); }
 
  private:
@@ -39,6 +40,7 @@ class ForeignPlane final : public Backend {
   std::string_view name() const override { return "foreign"; }
   void run(const Bucket&) override { throw Error(ErrorCode::kInternal, "this rank is not in the process set"); }
   void abort() noexcept override { stop_(mapping_.data); }
+  void check() override {}
   std::vector<int> laggards() const override { return {}; }
 
  private:

@@ -41,8 +41,8 @@ def init(
             so Horovod's "dynamic" is accepted and means none.
         knobs: the fields that FUSEWIRE_* variables set too, in lower case: `fusion_threshold` (bytes),
             `cache_capacity` (tensors), `stall_check_time`, `stall_abort_time`, `start_timeout` (seconds), `spin_us`,
-            `inline_limit`, `shm_chunk` (bytes), `backend`, `mpi_module` (path), `log_level`, `timeline` (path),
-            `timeline_mark_cycles`, `timeline_limit` (bytes).
+            `inline_limit`, `shm_chunk` (bytes), `backend`, `gpu_backend`, `mpi_module` (path), `log_level`,
+            `timeline` (path), `timeline_mark_cycles`, `timeline_limit` (bytes).
 
     Raises ValueError for a bad variable, knob or `comm`, TypeError for an MPI communicator, PeerLostError naming the
     ranks that did not come.

@@ -112,6 +112,16 @@ std::vector<Knob> knobs() {
        [](const Config& c) { return c.backend == "shm"   ? 1.0
                                     : c.backend == "mpi" ? 2.0
                                                          : 0.0; }},
+      {"gpu_backend",
+       "FUSEWIRE_GPU_BACKEND",
+       "",
+       0,
+       {{"auto", 0}, {"nccl", 1}, {"staged", 2}},
+       {"", "NCCL", "shm"},
+       "auto, nccl, staged",
+       [](const Config& c) { return c.gpu_backend == "nccl"     ? 1.0
+                                    : c.gpu_backend == "staged" ? 2.0
+                                                                : 0.0; }},
       {"mpi_module",
        "FUSEWIRE_MPI_MODULE",
        "",

@@ -29,11 +29,11 @@ struct Program {
     producer = cuda.create_stream();
     ours = cuda.create_stream();
     copies = cuda.create_stream();
-    made = cuda.create_event();
-    packed = cuda.create_event();
-    arrived = cuda.create_event();
-    returned = cuda.create_event();
-    finished = cuda.create_event();
+    made = cuda.create_event(false);
+    packed = cuda.create_event(false);
+    arrived = cuda.create_event(false);
+    returned = cuda.create_event(false);
+    finished = cuda.create_event(false);
 
     TransferPlan plan(DataType::kFloat32, DataType::kFloat32);
     plan.add(contiguous_view(tensor, DataType::kFloat32, {static_cast<int64_t>(kCount)}), 0, kCount, 0);
@@ -130,8 +130,8 @@ INSTANTIATE_TEST_SUITE_P(
 
 TEST(CudaDouble, WaitingForAnEventThatWasNeverRecordedIsAMistake) {
   CudaDouble cuda(1);
-  cuda.wait(cuda.create_stream(), cuda.create_event());
-  cuda.synchronize(cuda.create_event());
+  cuda.wait(cuda.create_stream(), cuda.create_event(false));
+  cuda.synchronize(cuda.create_event(false));
   EXPECT_EQ(cuda.mistakes().size(), 2u);
 }
 
@@ -140,7 +140,7 @@ TEST(CudaDouble, AnEventRecordedAgainLaterDoesNotHelpAnEarlierWait) {
   CudaDouble cuda(2);
   const auto first = cuda.create_stream();
   const auto second = cuda.create_stream();
-  const auto event = cuda.create_event();
+  const auto event = cuda.create_event(false);
   int cell = 0;
   cuda.record(event, first);
   cuda.wait(second, event);
@@ -171,7 +171,7 @@ TEST(CudaDouble, IndependentStreamsComeInAnyOrder) {
 TEST(CudaDouble, WhatTheHostHasSeenReachedIsDone) {
   CudaDouble cuda(3);
   const auto stream = cuda.create_stream();
-  const auto event = cuda.create_event();
+  const auto event = cuda.create_event(false);
   void* memory = cuda.allocate(8);
   cuda.launch("writer", stream, {{memory, 8, true}}, [memory] { std::memset(memory, 1, 8); });
   cuda.record(event, stream);

@@ -2,6 +2,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <cstring>
 #include <string>
 
 #include "common/error.h"
@@ -48,13 +49,20 @@ class Runtime : public CudaApi {
   void destroy_stream(Stream stream) override {
     check(cudaStreamDestroy(static_cast<cudaStream_t>(stream)), "cudaStreamDestroy");
   }
-  Event create_event() override {
+  Event create_event(bool timed) override {
     const CurrentDevice current(device_);
     cudaEvent_t event = nullptr;
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync), "cudaEventCreateWithFlags");
+    const unsigned flags = cudaEventBlockingSync | (timed ? cudaEventDefault : cudaEventDisableTiming);
+    check(cudaEventCreateWithFlags(&event, flags), "cudaEventCreateWithFlags");
     return event;
   }
   void destroy_event(Event event) override { check(cudaEventDestroy(as_event(event)), "cudaEventDestroy"); }
+
+  double elapsed_ms(Event from, Event to) override {
+    float milliseconds = 0;
+    check(cudaEventElapsedTime(&milliseconds, as_event(from), as_event(to)), "cudaEventElapsedTime");
+    return milliseconds;
+  }
 
   void record(Event event, Stream stream) override {
     check(cudaEventRecord(as_event(event), static_cast<cudaStream_t>(stream)), "cudaEventRecord");
@@ -69,6 +77,15 @@ class Runtime : public CudaApi {
     return true;
   }
   void synchronize(Event event) override { check(cudaEventSynchronize(as_event(event)), "cudaEventSynchronize"); }
+  void call(Stream stream, void (*function)(void*), void* argument) override {
+    check(cudaLaunchHostFunc(static_cast<cudaStream_t>(stream), function, argument), "cudaLaunchHostFunc");
+  }
+  bool capturing(Stream stream) override {
+    const CurrentDevice current(device_);
+    cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status), "cudaStreamIsCapturing");
+    return status != cudaStreamCaptureStatusNone;
+  }
 
   void* allocate(size_t bytes) override {
     const CurrentDevice current(device_);
@@ -89,16 +106,35 @@ class Runtime : public CudaApi {
     const CurrentDevice current(device_);
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream)), "cudaMemcpyAsync");
   }
-  void pack(const TransferArgs& args) override {
+  void fill(void* memory, int byte, size_t bytes, Stream stream) override {
     const CurrentDevice current(device_);
-    check(static_cast<cudaError_t>(kernels_.pack(args)), "the kernel pack");
+    check(cudaMemsetAsync(memory, byte, bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
   }
-  void unpack(const TransferArgs& args) override {
-    const CurrentDevice current(device_);
-    check(static_cast<cudaError_t>(kernels_.unpack(args)), "the kernel unpack");
+
+  void pack(const TransferArgs& args) override { launch(kernels_.pack, args, "the kernel pack"); }
+  void unpack(const TransferArgs& args) override { launch(kernels_.unpack, args, "the kernel unpack"); }
+  void reduce(const DeviceReduceArgs& args) override { launch(kernels_.reduce, args, "the kernel reduce"); }
+  void dot(const DeviceDotArgs& args) override { launch(kernels_.dot, args, "the kernel dot"); }
+  void combine(const DeviceCombineArgs& args) override { launch(kernels_.combine, args, "the kernel combine"); }
+  void quantise(const DeviceQuantiseArgs& args) override { launch(kernels_.quantise, args, "the kernel quantise"); }
+  void dequantise(const DeviceDequantiseArgs& args) override {
+    launch(kernels_.dequantise, args, "the kernel dequantise");
+  }
+
+  std::array<unsigned char, 16> uuid() override {
+    cudaDeviceProp properties{};
+    check(cudaGetDeviceProperties(&properties, device_), "cudaGetDeviceProperties");
+    std::array<unsigned char, 16> bytes{};
+    std::memcpy(bytes.data(), properties.uuid.bytes, bytes.size());
+    return bytes;
   }
 
  private:
+  template <typename Args>
+  void launch(int (*kernel)(const Args&), const Args& args, const char* what) {
+    const CurrentDevice current(device_);
+    check(static_cast<cudaError_t>(kernel(args)), what);
+  }
   static cudaEvent_t as_event(Event event) { return static_cast<cudaEvent_t>(event); }
 
   int device_;

@@ -21,7 +21,7 @@ class MpiBackend final : public Backend {
   std::string_view name() const override { return "mpi"; }
 
   void run(const Bucket& bucket) override {
-    context_.link.stop().throw_if_stopped("an MPI collective");
+    check();
     job_->process().call([&] {
       try {
         context_.link.begin(bucket.trace, std::max<int64_t>(bucket.elements, 1));
@@ -35,6 +35,8 @@ class MpiBackend final : public Backend {
       }
     });
   }
+
+  void check() override { context_.link.stop().throw_if_stopped("an MPI collective"); }
 
   void abort() noexcept override { context_.link.stop().stop(ErrorCode::kPeerLost, -1); }
 

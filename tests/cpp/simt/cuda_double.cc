@@ -53,9 +53,10 @@ void CudaDouble::destroy_stream(Stream stream) {
   std::erase_if(streams_, [&](const auto& one) { return one.get() == stream; });
 }
 
-CudaApi::Event CudaDouble::create_event() {
+CudaApi::Event CudaDouble::create_event(bool timed) {
   const std::lock_guard lock(mutex_);
   events_.push_back(std::make_unique<EventState>());
+  events_.back()->timed = timed;
   return events_.back().get();
 }
 
@@ -68,6 +69,7 @@ void CudaDouble::record(Event event, Stream stream) {
   const std::lock_guard lock(mutex_);
   auto snapshot = std::make_shared<Snapshot>();
   event_of(event).last = snapshot;
+  snapshot->timed = event_of(event).timed;
   StreamState& on = stream_of(stream);
   join(on.clock, host_);
   snapshot->clock = on.clock;
@@ -106,6 +108,31 @@ void CudaDouble::synchronize(Event event) {
   join(host_, snapshot->clock);
 }
 
+double CudaDouble::elapsed_ms(Event from, Event to) {
+  const std::lock_guard lock(mutex_);
+  const auto& first = event_of(from).last;
+  const auto& last = event_of(to).last;
+  if (!first || !last || !first->timed || !last->timed || !first->reached || !last->reached) {
+    mistake("the time between events is asked for that were not both timed, recorded and reached");
+    return 0;
+  }
+  return static_cast<double>(static_cast<int64_t>(last->at - first->at));
+}
+
+void CudaDouble::call(Stream stream, void (*function)(void*), void* argument) {
+  launch("a host function", stream, {}, [=] { function(argument); });
+}
+
+bool CudaDouble::capturing(Stream stream) {
+  const std::lock_guard lock(mutex_);
+  return stream_of(stream).capturing;
+}
+
+void CudaDouble::capture(Stream stream, bool on) {
+  const std::lock_guard lock(mutex_);
+  stream_of(stream).capturing = on;
+}
+
 void* CudaDouble::take(size_t bytes, bool pinned) {
   const std::lock_guard lock(mutex_);
   auto memory = std::make_unique<unsigned char[]>(bytes + 1);
@@ -141,16 +168,95 @@ void CudaDouble::copy(void* to, const void* from, size_t bytes, Stream stream) {
   launch("copy", stream, {{from, bytes, false}, {to, bytes, true}}, [=] { std::memcpy(to, from, bytes); });
 }
 
+void CudaDouble::fill(void* memory, int byte, size_t bytes, Stream stream) {
+  launch("fill", stream, {{memory, bytes, true}}, [=] { std::memset(memory, byte, bytes); });
+}
+
 void CudaDouble::pack(const TransferArgs& args) {
+  finish(args.stream);
   launch("pack", args.stream, uses_of(args, true), [args] { kCudaKernels.pack(args); });
 }
 
 void CudaDouble::unpack(const TransferArgs& args) {
+  finish(args.stream);
   launch("unpack", args.stream, uses_of(args, false), [args] { kCudaKernels.unpack(args); });
 }
 
-// From the table as it is now: what writes it comes before, or the check of the table itself fails. A strided tensor
-// counts with the elements between its own, too.
+void CudaDouble::reduce(const DeviceReduceArgs& args) {
+  const size_t bytes = args.count * size_of(args.dtype);
+  std::vector<Use> uses = {{args.destination, bytes, true}};
+  for (int s = 0; s < args.source_count; ++s) uses.push_back({args.sources[s], bytes, false});
+  launch("reduce", args.stream, std::move(uses), [args] { kCudaKernels.reduce(args); });
+}
+
+void CudaDouble::dot(const DeviceDotArgs& args) {
+  finish(args.stream);
+  std::vector<Use> uses = span_uses(args.table, args.spans, args.sources, args.source_count, args.dtype);
+  const auto pairs = static_cast<size_t>(args.source_count * (args.source_count + 1) / 2);
+  uses.push_back({args.dots, args.spans * pairs * sizeof(double), true});
+  uses.push_back({args.partials, args.slots * pairs * sizeof(double), true});
+  uses.push_back({args.arrivals, args.spans * sizeof(uint32_t), true});
+  launch("dot", args.stream, std::move(uses), [args] { kCudaKernels.dot(args); });
+}
+
+void CudaDouble::combine(const DeviceCombineArgs& args) {
+  finish(args.stream);
+  std::vector<Use> uses = span_uses(args.table, args.spans, args.sources, args.source_count, args.dtype);
+  const std::vector<Use> written = span_uses(args.table, args.spans, &args.destination, 1, args.dtype);
+  for (const Use& use : written) uses.push_back({use.memory, use.bytes, use.memory != args.table});
+  const auto count = static_cast<size_t>(args.source_count);
+  if (args.coefficients != nullptr) {
+    uses.push_back({args.coefficients, args.spans * count * sizeof(double), false});
+  } else {
+    uses.push_back({args.dots, args.spans * size_t{3} * sizeof(double), false});
+  }
+  launch("combine", args.stream, std::move(uses), [args] { kCudaKernels.combine(args); });
+}
+
+void CudaDouble::quantise(const DeviceQuantiseArgs& args) {
+  const size_t error = args.count * (args.dtype == DataType::kFloat64 ? sizeof(double) : sizeof(float));
+  const uint64_t blocks = (args.count + args.block - 1) / args.block;
+  launch("quantise", args.stream,
+         {{args.values, args.count * size_of(args.dtype), false},
+          {args.error_in, args.error_in != nullptr ? error : 0, false},
+          {args.error_out, args.error_out != nullptr ? error : 0, true},
+          {args.quantised, blocks * args.block, true},
+          {args.scales, blocks * sizeof(float), true}},
+         [args] { kCudaKernels.quantise(args); });
+}
+
+void CudaDouble::dequantise(const DeviceDequantiseArgs& args) {
+  const uint64_t blocks = (args.count + args.block - 1) / args.block;
+  launch("dequantise", args.stream,
+         {{args.quantised, args.payloads * blocks * args.block, false},
+          {args.scales, args.payloads * blocks * sizeof(float), false},
+          {args.total, args.count * size_of(args.dtype), true}},
+         [args] { kCudaKernels.dequantise(args); });
+}
+
+// Before a table is looked at to see what memory a kernel uses: it may be on its way to the device.
+void CudaDouble::finish(Stream stream) {
+  const std::lock_guard lock(mutex_);
+  while (!stream_of(stream).queue.empty() && step()) {
+  }
+}
+
+// The table's spans in each of the buffers.
+std::vector<CudaDouble::Use> CudaDouble::span_uses(const void* table, uint32_t spans, const void* const* sources,
+                                                   int count, DataType dtype) {
+  const auto* bytes = static_cast<const unsigned char*>(table);
+  const auto* first = reinterpret_cast<const cuda::Span*>(bytes + cuda::pieces_offset(spans));
+  std::vector<Use> uses = {{table, cuda::pieces_offset(spans) + spans * sizeof(cuda::Span), false}};
+  for (uint32_t s = 0; s < spans; ++s) {
+    for (int source = 0; source < count; ++source) {
+      uses.push_back({static_cast<const unsigned char*>(sources[source]) + first[s].begin * size_of(dtype),
+                      first[s].count * size_of(dtype), false});
+    }
+  }
+  return uses;
+}
+
+// From the table as it is now. A strided tensor counts with the elements between its own, too.
 std::vector<CudaDouble::Use> CudaDouble::uses_of(const TransferArgs& args, bool packs) const {
   const auto* table = static_cast<const unsigned char*>(args.table);
   const auto* pieces = reinterpret_cast<const cuda::Piece*>(table + cuda::pieces_offset(args.pieces));
@@ -223,7 +329,11 @@ bool CudaDouble::step() {
   const Work work = std::move(chosen.queue.front());
   chosen.queue.pop_front();
   if (work.run) work.run();
-  if (work.reaches != nullptr) work.reaches->reached = true;
+  ++done_;
+  if (work.reaches != nullptr) {
+    work.reaches->at = done_;
+    work.reaches->reached = true;
+  }
   return true;
 }
 

@@ -30,19 +30,29 @@ class CudaDouble : public CudaApi {
 
   Stream create_stream() override;
   void destroy_stream(Stream stream) override;
-  Event create_event() override;
+  Event create_event(bool timed) override;
   void destroy_event(Event event) override;
   void record(Event event, Stream stream) override;
   void wait(Stream stream, Event event) override;
   bool reached(Event event) override;
   void synchronize(Event event) override;
+  double elapsed_ms(Event from, Event to) override;  // the pieces of work done between them, as if each took 1 ms
+  void call(Stream stream, void (*function)(void*), void* argument) override;
+  bool capturing(Stream stream) override;
   void* allocate(size_t bytes) override;
   void free(void* memory) override;
   void* allocate_pinned(size_t bytes) override;
   void free_pinned(void* memory) override;
   void copy(void* to, const void* from, size_t bytes, Stream stream) override;
   void pack(const TransferArgs& args) override;
+  void fill(void* memory, int byte, size_t bytes, Stream stream) override;
   void unpack(const TransferArgs& args) override;
+  void reduce(const DeviceReduceArgs& args) override;
+  void dot(const DeviceDotArgs& args) override;
+  void combine(const DeviceCombineArgs& args) override;
+  void quantise(const DeviceQuantiseArgs& args) override;
+  void dequantise(const DeviceDequantiseArgs& args) override;
+  std::array<unsigned char, 16> uuid() override { return gpu; }
 
   // For tests: other work on a stream, and what the host itself does to memory.
   struct Use {
@@ -53,6 +63,9 @@ class CudaDouble : public CudaApi {
   void launch(const std::string& name, Stream stream, std::vector<Use> uses, std::function<void()> work);
   void host_uses(const void* memory, size_t bytes, bool writes);
   void drain();  // does all work that is left
+  void capture(Stream stream, bool on);
+
+  std::array<unsigned char, 16> gpu{};  // which one this pretends to be
 
   // One sentence per mistake so far.
   std::vector<std::string> mistakes() const;
@@ -63,6 +76,8 @@ class CudaDouble : public CudaApi {
   struct Snapshot {  // what an event was recorded with
     Clock clock;
     bool reached = false;
+    bool timed = false;
+    uint64_t at = 0;  // how many pieces of work had been done then
   };
   struct Work {
     std::function<void()> run;
@@ -73,8 +88,10 @@ class CudaDouble : public CudaApi {
     int number = 0;
     Clock clock;
     std::deque<Work> queue;
+    bool capturing = false;
   };
   struct EventState {
+    bool timed = false;
     std::shared_ptr<Snapshot> last;  // null: never recorded
   };
   struct Access {
@@ -100,6 +117,9 @@ class CudaDouble : public CudaApi {
   void release(void* memory, bool pinned);
   void* take(size_t bytes, bool pinned);
   std::vector<Use> uses_of(const TransferArgs& args, bool packs) const;
+  static std::vector<Use> span_uses(const void* table, uint32_t spans, const void* const* sources, int count,
+                                    DataType dtype);
+  void finish(Stream stream);
   bool step();        // does one piece of work that may run; false: none may
   void some_steps();  // a random number of them
   void mistake(std::string sentence);
@@ -112,6 +132,7 @@ class CudaDouble : public CudaApi {
   std::vector<Access> accesses_;
   Clock host_;
   uint64_t host_number_ = 0;
+  uint64_t done_ = 0;
   int next_stream_ = 1;
   std::vector<std::string> mistakes_;
 };
