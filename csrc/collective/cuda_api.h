@@ -12,6 +12,7 @@
 
 #include <array>
 #include <cstddef>
+#include <functional>
 
 #include "kernels/cuda_kernels.h"
 
@@ -52,6 +53,9 @@ class CudaApi {
   virtual void combine(const DeviceCombineArgs& args) = 0;
   virtual void quantise(const DeviceQuantiseArgs& args) = 0;
   virtual void dequantise(const DeviceDequantiseArgs& args) = 0;
+
+  // Calls `function` with this GPU as the calling thread's current one, for libraries that go by that.
+  virtual void with_current(const std::function<void()>& function) { function(); }
 
   // The same for two processes exactly where both use the same GPU (or the same slice of one).
   virtual std::array<unsigned char, 16> uuid() = 0;

@@ -53,7 +53,8 @@ def _data_planes() -> Iterator[Row]:
     yield "CUDA kernels", *_cuda_kernels()
     yield "shm", GOOD, "CPU tensors between the ranks of one host"
     cuda = f"torch sees {torch.cuda.device_count()} GPU(s)" if torch.cuda.is_available() else "torch sees no GPU"
-    yield "CUDA, NCCL", OFF, f"not in this version ({cuda}); CPU tensors only"
+    yield "CUDA tensors", OFF, f"not in this version ({cuda}); CPU tensors only"
+    yield _nccl()
     yield _mpi()
     yield "Gloo", OFF, "not in this version; one host only"
 
@@ -71,6 +72,19 @@ def _mpi() -> Row:
     chosen = os.environ.get("FUSEWIRE_BACKEND") == "mpi"
     use = "chosen by FUSEWIRE_BACKEND" if chosen else "used with FUSEWIRE_BACKEND=mpi under mpirun or srun"
     return "MPI", GOOD, f"{facts['library']}; {level}; {use}"
+
+
+def _nccl() -> Row:
+    try:
+        from . import _core
+
+        facts = _core.nccl_facts()
+    except ImportError as error:
+        return "NCCL", OFF, f"unknown ({error})"
+    if facts["problem"]:
+        return "NCCL", OFF, facts["problem"]
+    features = "; ".join(f"{name}: {why or 'yes'}" for name, why in facts["features"].items())
+    return "NCCL", GOOD, f"{facts['text']} at {facts['path']}; {features}"
 
 
 def _isa() -> str:

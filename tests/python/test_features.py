@@ -23,7 +23,9 @@ def check():
     assert fw.mpi_built() is (fw._core.mpi_facts()["problem"] == "")
     assert fw.mpi_threads_supported() is over_mpi  # nobody else starts MPI in these processes
     version = fw.nccl_built()
-    assert (type(version), version) == (int, 0)
+    nccl = fw._core.nccl_facts()
+    assert (type(version), version) == (int, 0 if nccl["problem"] else nccl["version"])
+    assert nccl["problem"] or (nccl["version"] >= 21900 and nccl["path"])
 
 
 def test_before_init():

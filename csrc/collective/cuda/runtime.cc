@@ -121,6 +121,11 @@ class Runtime : public CudaApi {
     launch(kernels_.dequantise, args, "the kernel dequantise");
   }
 
+  void with_current(const std::function<void()>& function) override {
+    const CurrentDevice current(device_);
+    function();
+  }
+
   std::array<unsigned char, 16> uuid() override {
     cudaDeviceProp properties{};
     check(cudaGetDeviceProperties(&properties, device_), "cudaGetDeviceProperties");
