@@ -4,6 +4,7 @@
 #include "common/types.h"
 #include "kernels/cuda_kernels.h"
 #include "kernels/kernels.h"
+#include "torch/bind_gpu.h"
 #include "torch/bind_hooks.h"
 #include "torch/bind_ops.h"
 #include "torch/bind_planes.h"
@@ -57,4 +58,5 @@ PYBIND11_MODULE(_core, module) {
   register_hooks(module);
   register_stacks(module);
   register_planes(module);
+  register_gpu(module);
 }

@@ -1,11 +1,13 @@
 """The build of the CUDA kernels: what is recorded, what the extension holds, and the report on registers."""
 
 import importlib.util
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from fusewire import _build, _core, _info
 
@@ -91,3 +93,27 @@ def test_the_extension_needs_no_cuda_library():
     """It must load where there is no driver: neither libcuda nor a shared runtime among what it links."""
     direct = subprocess.run(["readelf", "-d", _core.__file__], capture_output=True, text=True, check=True).stdout
     assert not [line for line in direct.splitlines() if "NEEDED" in line and "cud" in line]
+
+
+def test_the_extension_needs_no_symbol_of_torchs_cuda():
+    """It must load beside a CPU-only torch: torch's streams and devices are reached through c10's own interfaces."""
+    undefined = subprocess.run(
+        ["nm", "-DC", "--undefined-only", _core.__file__], capture_output=True, text=True, check=True
+    ).stdout
+    assert "c10::" in undefined
+    assert not [line for line in undefined.splitlines() if re.search(r"c10::cuda|at::cuda|\bcu[A-Z]|\bnccl", line)]
+
+
+def test_why_cuda_tensors_cannot_be_served_is_known():
+    obstacle = _core.cuda_obstacle()
+    if not _core.has_cuda_kernels():
+        assert "no CUDA kernels" in obstacle
+    elif torch.version.cuda is None:
+        assert "this torch has no CUDA" in obstacle
+    else:
+        assert obstacle == ""
+
+
+def test_only_the_right_capsule_replaces_cuda():
+    with pytest.raises(TypeError, match="a capsule named"):
+        _core._set_cuda_api(importlib.import_module("datetime").datetime_CAPI)

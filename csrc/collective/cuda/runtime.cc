@@ -64,10 +64,13 @@ class Runtime : public CudaApi {
     return milliseconds;
   }
 
+  // The default stream is that of the current device, so these need the right one as well.
   void record(Event event, Stream stream) override {
+    const CurrentDevice current(device_);
     check(cudaEventRecord(as_event(event), static_cast<cudaStream_t>(stream)), "cudaEventRecord");
   }
   void wait(Stream stream, Event event) override {
+    const CurrentDevice current(device_);
     check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), as_event(event), 0), "cudaStreamWaitEvent");
   }
   bool reached(Event event) override {
@@ -78,6 +81,7 @@ class Runtime : public CudaApi {
   }
   void synchronize(Event event) override { check(cudaEventSynchronize(as_event(event)), "cudaEventSynchronize"); }
   void call(Stream stream, void (*function)(void*), void* argument) override {
+    const CurrentDevice current(device_);
     check(cudaLaunchHostFunc(static_cast<cudaStream_t>(stream), function, argument), "cudaLaunchHostFunc");
   }
   bool capturing(Stream stream) override {
