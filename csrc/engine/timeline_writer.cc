@@ -29,14 +29,40 @@ std::string formatted(const char* format, Arguments... arguments) {
   return {text, static_cast<size_t>(std::clamp(length, 0, static_cast<int>(sizeof text) - 1))};
 }
 
+void append_quoted(std::string& out, std::string_view text) {
+  out += '"';
+  out += json_escaped(text, kNameBytes);
+  out += '"';
+}
+
 std::string quoted(std::string_view text) {
-  std::string result = "\"";
-  return result.append(json_escaped(text, kNameBytes)) + '"';
+  std::string result;
+  append_quoted(result, text);
+  return result;
 }
 
 void append_number(std::string& out, int64_t number) {
   char digits[24];
   out.append(digits, std::to_chars(digits, digits + sizeof digits, number).ptr);
+}
+
+// The inside of a JSON object, member by member. Written by hand because this is most of what a timeline costs: several
+// events per tensor, and snprintf takes longer than all the rest of an event.
+void add_key(std::string& out, std::string_view key) {
+  if (!out.empty()) out += ',';
+  out += '"';
+  out += key;
+  out += "\":";
+}
+
+void add(std::string& out, std::string_view key, int64_t number) {
+  add_key(out, key);
+  append_number(out, number);
+}
+
+void add(std::string& out, std::string_view key, std::string_view text) {
+  add_key(out, key);
+  append_quoted(out, text);
 }
 
 void append_microseconds(std::string& out, int64_t nanoseconds) {
@@ -46,26 +72,22 @@ void append_microseconds(std::string& out, int64_t nanoseconds) {
           static_cast<char>('0' + rest % 10)};
 }
 
-std::string totals_text(const std::array<double, kChunkStepCount>& totals) {
-  return formatted("\"pack_us\":%.1f,\"wait_us\":%.1f,\"reduce_us\":%.1f,\"unpack_us\":%.1f", totals[0] / 1e3,
-                   totals[1] / 1e3, totals[2] / 1e3, totals[3] / 1e3);
+void add_totals(std::string& out, const std::array<double, kChunkStepCount>& totals) {
+  constexpr std::array<std::string_view, kChunkStepCount> kKeys = {"pack_us", "wait_us", "reduce_us", "unpack_us"};
+  for (size_t step = 0; step < kKeys.size(); ++step) {
+    const auto tenths = static_cast<int64_t>(totals[step] / 100 + 0.5);
+    add(out, kKeys[step], tenths / 10);
+    out += {'.', static_cast<char>('0' + tenths % 10)};
+  }
 }
 
-std::string operation_text(const TraceRecord& record) {
+void add_operation(std::string& out, const TraceRecord& record) {
   const auto kind = static_cast<OpKind>(record.what);
-  std::string text = formatted("\"process_set\":%u", record.set);
-  if (reduces(kind)) {
-    text += ",\"op\":";
-    text += quoted(to_string(static_cast<ReduceOp>(record.op)));
-  }
-  if (!moves_data(kind)) return text;
-  text += ",\"dtype\":";
-  text += quoted(to_string(static_cast<DataType>(record.dtype)));
-  if (record.wire != record.dtype) {
-    text += ",\"wire\":";
-    text += quoted(to_string(static_cast<DataType>(record.wire)));
-  }
-  return text;
+  add(out, "process_set", record.set);
+  if (reduces(kind)) add(out, "op", to_string(static_cast<ReduceOp>(record.op)));
+  if (!moves_data(kind)) return;
+  add(out, "dtype", to_string(static_cast<DataType>(record.dtype)));
+  if (record.wire != record.dtype) add(out, "wire", to_string(static_cast<DataType>(record.wire)));
 }
 
 // Units of the same name in different process sets are different tensors.
@@ -135,12 +157,15 @@ void TimelineWriter::submit(const TraceRecord& record, std::string_view text) {
   std::string name = full_name(text, record.set);
   Lane& lane = lane_for(name);
   lane.busy = true;
-  std::string arguments = "\"tensor\":" + quoted(text) + ",\"kind\":" + quoted(to_string(kind)) + ",";
-  arguments += operation_text(record) + formatted(",\"bytes\":%lld,\"tensors\":%lld", static_cast<long long>(record.a),
-                                                  static_cast<long long>(record.b));
+  std::string& arguments = fresh_arguments();
+  add(arguments, "tensor", text);
+  add(arguments, "kind", to_string(kind));
+  add_operation(arguments, record);
+  add(arguments, "bytes", record.a);
+  add(arguments, "tensors", record.b);
   event('B', lane.thread, "negotiate", record.begin, -1, arguments);
   by_name_[name] = record.unit;
-  units_[record.unit] = {&lane, std::move(name), std::string(to_string(kind)), 0, true};
+  units_[record.unit] = {&lane, std::move(name), to_string(kind), 0, true};
 }
 
 // As seen by the root, on the lane of its own unit where it has one in negotiation.
@@ -149,8 +174,12 @@ void TimelineWriter::announce(const TraceRecord& record, std::string_view text) 
   const auto known = by_name_.find(name);
   const auto unit = known == by_name_.end() ? units_.end() : units_.find(known->second);
   const Lane& lane = unit == units_.end() ? lane_for(name) : *unit->second.lane;
-  event('i', lane.thread, formatted("rank %lld is ready", static_cast<long long>(record.a)), record.begin, -1,
-        "\"tensor\":" + quoted(text) + formatted(",\"rank\":%lld", static_cast<long long>(record.a)));
+  std::string& arguments = fresh_arguments();
+  add(arguments, "tensor", text);
+  add(arguments, "rank", record.a);
+  std::string mark = "rank ";
+  append_number(mark, record.a);
+  event('i', lane.thread, mark += " is ready", record.begin, -1, arguments);
 }
 
 void TimelineWriter::answer(const TraceRecord& record) {
@@ -169,7 +198,9 @@ void TimelineWriter::end(const TraceRecord& record, std::string_view failure) {
   const auto found = units_.find(record.unit);
   if (found == units_.end()) return;
   if (!failure.empty()) {
-    event('i', found->second.lane->thread, "failed", record.begin, -1, "\"error\":" + quoted(failure));
+    std::string& arguments = fresh_arguments();
+    add(arguments, "error", failure);
+    event('i', found->second.lane->thread, "failed", record.begin, -1, arguments);
   }
   release(record.unit);
 }
@@ -204,18 +235,23 @@ void TimelineWriter::add_member(const TraceRecord& record) {
 void TimelineWriter::open_bucket() {
   const TraceRecord& record = bucket_.record;
   bucket_.open = true;
-  const std::string number = formatted("\"bucket\":%lld", static_cast<long long>(record.a));
-  std::string arguments =
-      number + "," + operation_text(record) +
-      formatted(",\"bytes\":%lld,\"units\":%u,\"tensors\":[", static_cast<long long>(record.b), record.count);
+  std::string& arguments = fresh_arguments();
+  add(arguments, "bucket", record.a);
+  const std::string number = arguments;
+  add_operation(arguments, record);
+  add(arguments, "bytes", record.b);
+  add(arguments, "units", record.count);
+  add_key(arguments, "tensors");
+  arguments += '[';
   size_t shown = 0;
   const size_t most = arguments.size() + kContentBytes;
   for (const Member& member : bucket_.members) {
     if (arguments.size() > most) break;
-    arguments += (shown++ == 0 ? "" : ",") + quoted(member.unit->name);
+    if (shown++ > 0) arguments += ',';
+    append_quoted(arguments, member.unit->name);
   }
-  arguments += "]";
-  if (shown < record.count) arguments += formatted(",\"and_more\":%zu", record.count - shown);
+  arguments += ']';
+  if (shown < record.count) add(arguments, "and_more", static_cast<int64_t>(record.count - shown));
   event('B', bucket_.thread, to_string(static_cast<OpKind>(record.what)), record.begin, -1, arguments);
   for (const Member& member : bucket_.members) {
     const Unit& unit = *member.unit;
@@ -229,9 +265,10 @@ void TimelineWriter::chunk(const TraceRecord& record) {
   const std::string_view name = kSteps[record.step];
   const auto duration = static_cast<double>(record.end - record.begin);
   bucket_.totals[record.step] += duration;
-  event('X', bucket_.thread, name, record.begin, record.end,
-        formatted("\"first\":%lld,\"elements\":%lld", static_cast<long long>(record.a),
-                  static_cast<long long>(record.b - record.a)));
+  std::string& arguments = fresh_arguments();
+  add(arguments, "first", record.a);
+  add(arguments, "elements", record.b - record.a);
+  event('X', bucket_.thread, name, record.begin, record.end, arguments);
   // A pipeline works on a few chunks at a time, in ascending order; a step's time is shared out by elements.
   auto& members = bucket_.members;
   while (bucket_.first < members.size() && record.step == static_cast<uint8_t>(ChunkStep::kUnpack) &&
@@ -244,8 +281,8 @@ void TimelineWriter::chunk(const TraceRecord& record) {
     if (common <= 0) continue;
     member.totals[record.step] += duration * static_cast<double>(common) / static_cast<double>(record.b - record.a);
     if (++member.chunks > kMostChunksShown) continue;
-    event('X', member.unit->lane->thread, name, record.begin, record.end,
-          formatted("\"elements\":%lld", static_cast<long long>(common)));
+    add(fresh_arguments(), "elements", common);
+    event('X', member.unit->lane->thread, name, record.begin, record.end, arguments);
   }
 }
 
@@ -253,11 +290,14 @@ void TimelineWriter::end_bucket(int64_t at, std::string_view failure) {
   if (!bucket_.open) return;
   bucket_.open = false;
   for (const Member& member : bucket_.members) {
-    event('E', member.unit->lane->thread, member.unit->kind, at, -1, totals_text(member.totals));
+    std::string& arguments = fresh_arguments();
+    add_totals(arguments, member.totals);
+    event('E', member.unit->lane->thread, member.unit->kind, at, -1, arguments);
     release(member.number);
   }
-  std::string arguments = totals_text(bucket_.totals);
-  if (!failure.empty()) arguments += ",\"error\":" + quoted(failure);
+  std::string& arguments = fresh_arguments();
+  add_totals(arguments, bucket_.totals);
+  if (!failure.empty()) add(arguments, "error", failure);
   event('E', bucket_.thread, to_string(static_cast<OpKind>(bucket_.record.what)), at, -1, arguments);
 }
 

@@ -44,7 +44,7 @@ class TimelineWriter {
   struct Unit {
     Lane* lane = nullptr;
     std::string name;  // with its process set
-    std::string kind;
+    std::string_view kind;
     int64_t answered = 0;
     bool negotiating = true;
   };
@@ -81,6 +81,11 @@ class TimelineWriter {
   int bucket_thread(uint32_t set);
   void name_thread(int thread, std::string_view name, int order);
 
+  // For the event that is written next.
+  std::string& fresh_arguments() {
+    arguments_.clear();
+    return arguments_;
+  }
   // One event. `arguments`: the inside of a JSON object, may be empty. A span without an end has `end` < 0.
   void event(char phase, int thread, std::string_view name, int64_t begin, int64_t end, std::string_view arguments);
   void put(std::string_view event);
@@ -91,6 +96,7 @@ class TimelineWriter {
   bool stopped_ = false;
   int64_t last_ = 0;  // the latest time seen
   std::string buffer_;
+  std::string arguments_;
 
   std::unordered_map<std::string, std::deque<Lane>> lanes_;
   std::unordered_map<uint32_t, int> bucket_threads_;

@@ -34,7 +34,7 @@ def command(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 def quick_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, dict[str, Any], Path]:
     """(what was printed, the JSON, the picture) of a two-rank run over one case of each kind."""
     folder = tmp_path_factory.mktemp("bench")
-    only = "idle,allreduce-float32-1KB,allreduce-float16-16MB,list-1000x1000,*-64KB,training-linear200"
+    only = "idle,allreduce-float32-1KB,allreduce-float16-16MB,list-1000x1000,*-64KB,training-linear200,watched-4B"
     files = ["--json", str(folder / "out.json"), "--plot", str(folder / "out.png")]
     done = command("-m", "fusewire.bench", "-n", "2", "--quick", "--bars", "--only", only, *files)
     assert done.returncode == 0, done.stderr
@@ -65,6 +65,7 @@ def test_run_measures_every_contender(quick_run):
         "allreduce-float32-64KB": {("fusewire", ""), ("gloo", ""), ("memcpy", "")},
         **{f"{operation}-64KB": {("fusewire", ""), ("gloo", "")} for operation in cases.COLLECTIVES},
         "adasum-64KB": {("fusewire", "Adasum"), ("fusewire", "Sum")},
+        "watched-4B": {("fusewire", "unwatched"), ("fusewire", "timeline"), ("fusewire", "stats()")},
     }
     assert {r["case"] for r in data["results"]} == set(expected)
     for case, wanted in expected.items():
@@ -90,6 +91,9 @@ def test_run_reports_bytes_rates_and_extras(quick_run):
     low, high = step["fusewire", ""]["extra_interval"]
     assert low <= step["fusewire", ""]["extra_median"] <= high
     assert {bar["verdict"] for bar in by_case["training-linear200"]["bars"]} <= {"pass", "FAIL"}
+    watched = contenders(data, "watched-4B")
+    assert watched["fusewire", "unwatched"]["extra_median"] == 0
+    assert watched["fusewire", "timeline"]["extra_median"] != 0
 
 
 def test_mpi_is_measured_or_missing_with_a_reason(quick_run):
@@ -112,6 +116,7 @@ def test_run_prints_tables_and_writes_a_picture(quick_run):
         "reducescatter 64 KB",
         "Adasum beside Sum",
         "Training step",
+        "What it costs to be watched",
         "% of a core",
         "Bars",
     ):
@@ -291,6 +296,33 @@ def test_training_bar_is_half_of_what_ddp_adds():
     for ours, verdict in ((4.9, "pass"), (5.1, "FAIL")):
         result = runner.Result(case, [measured("ddp", 30, 10), measured("fusewire", 25, ours)])
         assert [bar.verdict for bar in targets.bars(result, cases.Contender("fusewire"), 2)] == [verdict]
+
+
+def test_being_watched_may_cost_one_per_cent_of_a_training_step():
+    case = next(c for c in cases.all_cases() if c.id == "watched-transformer")
+    for extra, verdict in ((0.9, "pass"), (1.1, "FAIL")):
+        plain, timeline = (cases.Contender("fusewire", variant) for variant in (cases.UNWATCHED, cases.TIMELINE))
+        measurements = [runner.Measurement(plain, [100.0]), runner.Measurement(timeline, [100 + extra], extra=[extra])]
+        result = runner.Result(case, measurements)
+        assert [bar.verdict for bar in targets.bars(result, timeline, 2)] == [verdict]
+        assert targets.bars(result, plain, 2) == []
+
+
+def test_a_timeline_that_has_no_step_is_noticed(monkeypatch):
+    import fusewire
+
+    case = next(c for c in cases.all_cases() if c.id == "watched-4B")
+    fusewire.init()
+    try:
+        workload = workloads.Watched(case, {}, 0, 1)
+        watched = cases.Contender("fusewire", cases.TIMELINE)
+        assert workload.check(watched) == workload.check(cases.Contender("fusewire", cases.STATS))
+        assert workload.check(watched).error == ""
+        monkeypatch.setattr(fusewire, "start_timeline", lambda path: None)
+        monkeypatch.setattr(fusewire, "stop_timeline", lambda: None)
+        assert "timeline" in workload.check(watched).error
+    finally:
+        fusewire.shutdown()
 
 
 def test_axis_names():

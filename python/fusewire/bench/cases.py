@@ -60,6 +60,7 @@ SECTIONS = {
     "collective": "Other collectives of one tensor",
     "adasum": "Adasum beside Sum",
     "training": "Training step",
+    "watched": "What it costs to be watched",
     "idle": "Idle engine",
 }
 
@@ -76,6 +77,7 @@ ASYNC, GROUPED = "async each", "grouped"
 BUCKETS, ONE_BY_ONE, PACKED = "25 MB buckets", "one by one", "packed"
 NO_COMMUNICATION = "none"
 ADASUM, SUM = "Adasum", "Sum"
+UNWATCHED, TIMELINE, STATS = "unwatched", "timeline", "stats()"
 
 COLLECTIVES = ("allgather", "alltoall", "reducescatter", "broadcast")
 COLLECTIVE_SIZES = ("64 KB", "1 MB", "16 MB", "64 MB")
@@ -165,6 +167,11 @@ def _training(model: str, title: str) -> Case:
     return Case(id=f"training-{model}", title=title, section="training", contenders=contenders, model=model)
 
 
+def _watched(id: str, title: str, model: str = "", shapes: Shapes = ()) -> Case:
+    contenders = tuple(Contender("fusewire", variant) for variant in (UNWATCHED, TIMELINE, STATS))
+    return Case(id=f"watched-{id}", title=title, section="watched", contenders=contenders, shapes=shapes, model=model)
+
+
 def all_cases() -> list[Case]:
     """Every case, in the order of the report. Idle comes first of all: nothing else has run by then."""
     cases = [Case("idle", "one rank, 5 s", "idle", (Contender("fusewire"), Contender("gloo")))]
@@ -180,12 +187,15 @@ def all_cases() -> list[Case]:
     cases.append(_training("linear200", "200 linear 64x64"))
     cases.append(_training("transformer", "4-layer transformer"))
     cases.append(_training("resnet18", "ResNet-18, 32x32"))
+    cases.append(_watched("linear200", "200 linear 64x64", "linear200"))
+    cases.append(_watched("transformer", "4-layer transformer", "transformer"))
+    cases.append(_watched("4B", "allreduce 4 B", shapes=((1,),)))
     return cases
 
 
 # What --quick leaves out: the cases that need minutes or gigabytes.
 NOT_QUICK = frozenset(
-    {"allreduce-float32-256MB", "list-gpt2", "training-resnet18"}
+    {"allreduce-float32-256MB", "list-gpt2", "training-resnet18", "watched-linear200", "watched-4B"}
     | {f"{operation}-{size}" for operation in (*COLLECTIVES, "adasum") for size in ("16MB", "64MB")}
 )
 

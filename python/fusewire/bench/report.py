@@ -15,7 +15,20 @@ import torch
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from .cases import ADASUM, BUCKETS, NO_COMMUNICATION, ONE_BY_ONE, PACKED, PEER_TITLES, SECTIONS, SUM, Contender
+from .cases import (
+    ADASUM,
+    BUCKETS,
+    NO_COMMUNICATION,
+    ONE_BY_ONE,
+    PACKED,
+    PEER_TITLES,
+    SECTIONS,
+    STATS,
+    SUM,
+    TIMELINE,
+    UNWATCHED,
+    Contender,
+)
 from .runner import Measurement, Result
 from .targets import bars
 
@@ -29,14 +42,17 @@ COLUMNS = {
     "collective": ["operation", "fusewire", "Gloo", "MPI", "x Gloo", "x MPI"],
     "adasum": ["tensor", "Adasum", "Sum", "ratio"],
     "training": ["model", "alone", "DDP adds", "fusewire adds", "ratio"],
+    "watched": ["CPU of the busiest rank", "unwatched", "timeline adds", "stats() adds"],
     "idle": ["while nothing is asked", "fusewire", "Gloo"],
 }
+NO_ROW = frozenset({SUM, TIMELINE, STATS})  # they are in the row of what they are compared with
 _RATIOS = "x Gloo, x MPI: how many times faster than they. Last column: per cent of memcpy's speed, the limit."
 CAPTIONS = {
     "allreduce": _RATIOS,
     "list": f"Gloo: {BUCKETS} as in DDP, with their copies. MPI: tensors {ONE_BY_ONE}, or {PACKED} where faster.",
     "collective": "Size: each rank's input. x Gloo, x MPI: how many times faster than they.",
     "training": "Medians of paired differences of interleaved blocks, and 95 % intervals. Ratio: fusewire / DDP.",
+    "watched": "Medians of paired differences of interleaved blocks, and 95 % intervals, in per cent of unwatched.",
 }
 
 
@@ -70,9 +86,10 @@ def make_table(section: str, results: list[Result], run: Run) -> Table:
         "idle": _idle_row,
         "collective": _collective_row,
         "adasum": _adasum_row,
+        "watched": _watched_row,
     }.get(section, _comparison_row)
     for result in results:
-        for contender in (c for c in result.case.contenders if c.peer == "fusewire" and c.variant != SUM):
+        for contender in (c for c in result.case.contenders if c.peer == "fusewire" and c.variant not in NO_ROW):
             table.add_row(*row_of(result, contender))
     return table
 
@@ -146,6 +163,18 @@ def _extra(measurement: Measurement | None) -> str:
         return DASH
     low, high = measurement.extra_interval
     return f"{median(measurement.extra):+.1f} ms\n({low:.1f} to {high:.1f})"
+
+
+def _watched_row(result: Result, ours: Contender) -> list[str]:
+    base, *watched = (result.find("fusewire", variant) for variant in (UNWATCHED, TIMELINE, STATS))
+    return [result.case.title, _time(base), *(_share(measurement, base) for measurement in watched)]
+
+
+def _share(measurement: Measurement | None, base: Measurement | None) -> str:
+    if measurement is None or base is None:
+        return DASH
+    added, low, high = (100 * ms / base.median for ms in (median(measurement.extra), *measurement.extra_interval))
+    return f"{added:+.1f} %\n({low:.1f} to {high:.1f})"
 
 
 def _idle_row(result: Result, ours: Contender) -> list[str]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from statistics import median
 
-from .cases import ADASUM, ASYNC, COLLECTIVE_SIZES, COLLECTIVES, GROUPED, SUM, Contender
+from .cases import ADASUM, ASYNC, COLLECTIVE_SIZES, COLLECTIVES, GROUPED, SUM, UNWATCHED, Contender
 from .runner import Measurement, Result
 
 
@@ -52,6 +52,13 @@ def extra_bar(result: Result, mine: Measurement, factor: float = 0.5) -> Bar:
     return Bar(text, median(mine.extra), factor * median(ddp.extra))
 
 
+def watched_bar(result: Result, mine: Measurement, percent: float = 1.0) -> Bar:
+    """At most so much more than the step takes that nobody watches."""
+    base = result.find("fusewire", UNWATCHED)
+    text = f"{percent:g} % of {UNWATCHED}"
+    return Bar(text, median(mine.extra), percent / 100 * base.median) if base and mine.extra else Bar(text, None, None)
+
+
 # By case, for two ranks on two cores; and for four ranks on two cores.
 TWO_RANKS: dict[str, tuple[Rule, ...]] = {
     "allreduce-float32-4B": (Rule(0.2, "gloo"), Rule(0.03)),
@@ -86,6 +93,8 @@ def bars(result: Result, contender: Contender, size: int) -> list[Bar]:
         return []
     if result.case.section == "training":
         return [extra_bar(result, mine)]
+    if result.case.section == "watched":
+        return [watched_bar(result, mine)] if result.case.model and contender.variant != UNWATCHED else []
     if result.case.section == "adasum":
         return [Rule(3.0, "fusewire", SUM).judge(result, mine)] if contender.variant == ADASUM else []
     if result.case.id == "list-1000x1000" and size == 2:

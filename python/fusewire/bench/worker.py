@@ -37,7 +37,7 @@ class Worker:
         return version
 
     def load(self, case: Case) -> None:
-        self.workload = None
+        self._unload()
         gc.collect()
         self.workload = make_workload(case, self.peers, self.rank, self.size)
 
@@ -47,16 +47,17 @@ class Worker:
     def prepare(self, contender: Contender) -> None:
         self._loaded().prepare(contender)
 
-    def batch(self, contender: Contender, start_ns: int, warm_ups: int, iterations: int) -> tuple[int, int]:
-        """From ``start_ns`` on: untimed, then timed iterations, back to back; when the timed ones began and ended."""
+    def batch(self, contender: Contender, start_ns: int, warm_ups: int, iterations: int) -> tuple[int, int, int]:
+        """From ``start_ns`` on: untimed, then timed iterations, back to back; when the timed ones began and ended, and
+        the CPU time that all threads of this process took meanwhile."""
         step = self._loaded().step(contender)
         sleep_until(start_ns)
         for _ in range(warm_ups):
             step()
-        begin = time.perf_counter_ns()
+        begin, cpu = time.perf_counter_ns(), time.process_time_ns()
         for _ in range(iterations):
             step()
-        return begin, time.perf_counter_ns()
+        return begin, time.perf_counter_ns(), time.process_time_ns() - cpu
 
     def idle(self, seconds: float) -> float:
         """Percent of one core that all threads of this process use while nothing is asked of it."""
@@ -65,9 +66,14 @@ class Worker:
         return 100 * (time.process_time() - cpu) / (time.perf_counter() - begin)
 
     def close(self) -> None:
-        self.workload = None
+        self._unload()
         for peer in self.peers.values():
             peer.close()
+
+    def _unload(self) -> None:
+        if self.workload is not None:
+            self.workload.close()
+        self.workload = None
 
     def _loaded(self) -> Workload:
         if self.workload is None:

@@ -6,12 +6,14 @@ import copy
 import ctypes
 import hashlib
 import importlib
-from dataclasses import dataclass
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import torch
 
-from .cases import ADASUM, NO_COMMUNICATION, Case, Contender
+from .cases import ADASUM, NO_COMMUNICATION, STATS, TIMELINE, Case, Contender
 from .models import make_task
 from .peers import Buffers, Peer, Step
 
@@ -33,6 +35,9 @@ class Workload(Protocol):
 
     def check(self, contender: Contender) -> CheckResult:
         """Do the contender's work once or twice on known input and judge the result."""
+
+    def close(self) -> None:
+        """Undo what outlives the workload."""
 
 
 class Reduction(Workload):
@@ -153,6 +158,66 @@ class Training(Workload):
         return torch.cat([p.detach().flatten() for p in self.models[contender].parameters()])
 
 
+class Watched(Workload):
+    """The same step in the same memory for all contenders: with the timeline on, with stats() called in it, and with
+    neither."""
+
+    def __init__(self, case: Case, peers: dict[str, Peer], rank: int, size: int) -> None:
+        self.fusewire = importlib.import_module("fusewire")
+        self.folder = tempfile.TemporaryDirectory(prefix="fusewire-bench-")
+        self.recording = False
+        self.training: Training | None = None
+        if case.model:
+            plain = Contender("fusewire")
+            self.training = Training(replace(case, contenders=(plain,)), peers, rank, size)
+            self.plain = self.training.step(plain)
+        else:
+            self.plain = self._allreduce(torch.ones(case.shapes[0]), f"bench.{case.id}")
+
+    def _allreduce(self, tensor: torch.Tensor, name: str) -> Step:
+        allreduce = self.fusewire.allreduce_  # averages, so it may be repeated for ever
+        return lambda: allreduce(tensor, name=name)
+
+    def step(self, contender: Contender) -> Step:
+        if contender.variant != STATS:
+            return self.plain
+        step, stats = self.plain, self.fusewire.stats
+
+        def asking() -> None:
+            step()
+            stats()
+
+        return asking
+
+    def prepare(self, contender: Contender) -> None:
+        if self.recording:
+            self.fusewire.stop_timeline()
+        self.recording = contender.variant == TIMELINE
+        if self.recording:
+            self.fusewire.start_timeline(str(Path(self.folder.name) / "timeline.json"))
+
+    def check(self, contender: Contender) -> CheckResult:
+        """The numbers are judged in the sections that measure them; here, that the watcher has seen the steps."""
+        before = self.fusewire.stats().units
+        self.prepare(contender)
+        self.step(contender)()
+        self.close()
+        files = list(Path(self.folder.name).iterdir())
+        if self.fusewire.stats().units == before:
+            return CheckResult("stats() does not count")
+        if bool(files) != (contender.variant == TIMELINE) or any('"allreduce"' not in f.read_text() for f in files):
+            return CheckResult("the timeline does not have the step")
+        for file in files:
+            file.unlink()
+        return CheckResult() if self.training is None else self.training.check(Contender("fusewire"))
+
+    def close(self) -> None:
+        if self.recording:
+            self.fusewire.stop_timeline()
+            self.recording = False
+
+
 def make_workload(case: Case, peers: dict[str, Peer], rank: int, size: int) -> Workload:
-    kind: type[Workload] = {"training": Training, "collective": Collective}.get(case.section, Reduction)
+    kinds: dict[str, type[Workload]] = {"training": Training, "collective": Collective, "watched": Watched}
+    kind = kinds.get(case.section, Reduction)
     return kind(case, peers, rank, size)  # type: ignore[call-arg]
