@@ -2,6 +2,7 @@
 #pragma once
 
 #include <chrono>
+#include <functional>
 #include <memory>
 #include <string>
 
@@ -11,19 +12,25 @@
 namespace fusewire {
 
 class NcclApi;
-
-// A GPU, and the NCCL of this process.
-struct OpenGpu {
-  std::shared_ptr<GpuDevice> device;
-  NcclApi* nccl = nullptr;  // lives as long as the process
-  std::string no_nccl{};    // why there is none
-};
+struct OpenGpu;
 
 struct GpuPlaneOptions {
   int rank = 0;  // in the set
   int size = 1;
   std::string kind = "auto";               // Config::gpu_backend
   std::chrono::nanoseconds abort_after{};  // 0: never give up
+};
+
+// What makes a set's plane: make_gpu_plane(), or what a test has in its place.
+using GpuPlaneMaker = std::function<std::unique_ptr<Backend>(const OpenGpu& gpu, const GpuPlaneOptions& options,
+                                                             Backend& cpu, std::string* why)>;
+
+// A GPU, and the NCCL of this process.
+struct OpenGpu {
+  std::shared_ptr<GpuDevice> device;
+  NcclApi* nccl = nullptr;  // lives as long as the process
+  std::string no_nccl{};    // why there is none
+  GpuPlaneMaker make_plane{};
 };
 
 // Note [Which plane for a GPU]

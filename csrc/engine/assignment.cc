@@ -17,16 +17,20 @@ size_t rank_in_set(const Plane& plane, int32_t global_rank) {
 }
 
 // The part of the assignment that tensors of this kind go to. Units that share a bucket agree on everything but, inside
-// an explicit group, the dtypes; so there are as many parts as there are (dtype, wire) pairs, nearly always one.
+// an explicit group, dtypes and devices; so there are as many parts as there are (dtype, wire, device) triples, nearly
+// always one.
 Bucket& part_for(std::vector<Bucket>& parts, const InFlight& unit, const SubmittedTensor& tensor, int root) {
   for (Bucket& part : parts) {
-    if (part.dtype == tensor.input.dtype && part.wire == tensor.wire) return part;
+    if (part.dtype == tensor.input.dtype && part.wire == tensor.wire && part.device == tensor.input.device.type) {
+      return part;
+    }
   }
   Bucket& part = parts.emplace_back();
   static_cast<Operation&>(part) = unit;
   part.root = root;
   part.dtype = tensor.input.dtype;
   part.wire = tensor.wire;
+  part.device = tensor.input.device.type;
   return part;
 }
 
@@ -71,7 +75,9 @@ TensorView make_output(const InFlight& unit, size_t tensor, int64_t rows) {
   Dims shape = unit.tensors[tensor].input.sizes;
   shape.front() = rows;
   if (unit.allocate != nullptr) return (*unit.allocate)(tensor, shape);
-  return contiguous_view(nullptr, unit.tensors[tensor].input.dtype, std::move(shape));
+  TensorView nowhere = contiguous_view(nullptr, unit.tensors[tensor].input.dtype, std::move(shape));
+  nowhere.device = unit.tensors[tensor].input.device;
+  return nowhere;
 }
 
 }  // namespace

@@ -8,9 +8,14 @@
 namespace fusewire {
 
 void Completion::complete(Handle handle, Result result) {
+  const bool on_device = result.event != nullptr;
   handle->finish(std::move(result));
   const std::lock_guard lock(retired_mutex_);
-  retired_.push_back(std::move(handle));
+  if (on_device) {
+    retired_on_device_.push_back(std::move(handle));
+  } else {
+    retired_.push_back(std::move(handle));
+  }
   has_retired_.store(true, std::memory_order_release);
 }
 
@@ -31,11 +36,26 @@ std::shared_ptr<const Error> Completion::failure() const {
 void Completion::drop_retired() {
   if (!has_retired_.load(std::memory_order_acquire)) return;
   std::vector<Handle> dropped;
+  std::vector<Handle> reached;
   {
     const std::lock_guard lock(retired_mutex_);
+    has_retired_.store(false, std::memory_order_release);  // first: what is reached from here on is a reason to look
     dropped.swap(retired_);
-    has_retired_.store(false, std::memory_order_release);
+    while (!retired_on_device_.empty()) {
+      Handle& oldest = retired_on_device_.front();
+      const bool asked = !reached.empty() && reached.back()->event() == oldest->event();  // of one bucket
+      if (!asked && !oldest->reached()) break;
+      reached.push_back(std::move(oldest));
+      retired_on_device_.pop_front();
+    }
   }
+  for (const Handle& handle : reached) handle->drop_keep_alive();  // somebody may hold on to the handle itself
+}
+
+void Completion::leak_retired() noexcept {
+  const std::lock_guard lock(retired_mutex_);
+  for (Handle& handle : retired_on_device_) static_cast<void>(std::make_unique<Handle>(std::move(handle)).release());
+  retired_on_device_.clear();
 }
 
 Completion::Ticket Completion::begin_wait() {

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <chrono>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -14,7 +15,7 @@
 
 namespace fusewire {
 
-// Lock order: each of the two mutexes is a leaf; nothing is called while one is held.
+// Lock order: each of the two mutexes is a leaf but for CudaApi; nothing else is called while one is held.
 class Completion {
  public:
   // Marks handles done and takes the engine's references, see Note [Who drops a keep-alive].
@@ -25,8 +26,12 @@ class Completion {
   std::shared_ptr<const Error> failure() const;  // null while the engine works
   bool failed() const { return failed_.load(std::memory_order_acquire); }
 
-  // On a submitter's thread: drops what completed units kept alive.
+  // On a submitter's thread: drops what completed units kept alive, where nothing on a device uses it any more.
   void drop_retired();
+  // Some event has been reached: drop_retired() has a reason to look.
+  void look_again() { has_retired_.store(true, std::memory_order_release); }
+  // Nobody can tell when a device will be done with what is still kept: it is kept until the process ends.
+  void leak_retired() noexcept;
 
   // Threads that wait but do not drive sleep here. begin(), look once more, then sleep() or cancel().
   struct Ticket {
@@ -47,6 +52,7 @@ class Completion {
   std::shared_ptr<const Error> failure_;
   std::mutex retired_mutex_;
   std::vector<Handle> retired_;
+  std::deque<Handle> retired_on_device_;  // in the order in which their events will be reached
 };
 
 }  // namespace fusewire

@@ -17,6 +17,7 @@
 #include "engine/activity.h"
 #include "engine/completion.h"
 #include "engine/executor.h"
+#include "engine/gpu_launcher.h"
 #include "engine/plane_table.h"
 #include "engine/progress.h"
 #include "engine/recorder.h"
@@ -49,12 +50,15 @@ std::chrono::microseconds spin_time(const Config& config, int local_ranks) {
   return std::chrono::microseconds(online_cores() >= local_ranks ? 20 : 0);
 }
 
+std::chrono::nanoseconds to_duration(double seconds) {
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(seconds));
+}
+
 ShmOptions plane_options(const Config& config, std::chrono::microseconds spin) {
   ShmOptions options;
   options.chunk_bytes = config.shm_chunk;
   options.spin = spin;
-  options.abort_after =
-      std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(config.stall_abort_seconds));
+  options.abort_after = to_duration(config.stall_abort_seconds);
   return options;
 }
 
@@ -65,7 +69,7 @@ std::optional<std::chrono::nanoseconds> stall_interval(const Config& config) {
     if (seconds > 0) shortest = std::min(shortest, seconds);
   }
   if (shortest > 1e9) return std::nullopt;
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::duration<double>(shortest));
+  return to_duration(shortest);
 }
 
 constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
@@ -90,14 +94,16 @@ constexpr std::chrono::seconds kDrainTime{5};
 
 class Engine::Impl {
  public:
-  Impl(std::unique_ptr<Endpoint> endpoint, const Config& config)
+  Impl(std::unique_ptr<Endpoint> endpoint, const Config& config, GpuOpener open_gpu)
       : config_(config),
         endpoint_(std::move(endpoint)),
         logger_(config.log_level, endpoint_->rank()),
         spin_(spin_time(config, endpoint_->size())),
         seat_(endpoint_->seat()),
         recorder_(endpoint_->rank(), endpoint_->size()),
-        executor_(completion_, recorder_, [this] { seat_.ring(); }),
+        gpu_(endpoint_->rank(), std::move(open_gpu),
+             {.kind = config_.gpu_backend, .abort_after = to_duration(config_.stall_abort_seconds)}),
+        executor_(completion_, recorder_, gpu_, [this] { seat_.ring(); }),
         planes_(*endpoint_,
                 make_plane_source(DeviceType::kCpu, {*endpoint_, config_, logger_, plane_options(config, spin_)})),
         progress_(*endpoint_, config_, logger_, completion_, executor_, planes_, recorder_),
@@ -133,6 +139,7 @@ class Engine::Impl {
   Seat& seat_;
   Completion completion_;
   Recorder recorder_;
+  GpuLauncher gpu_;
   Executor executor_;
   PlaneTable planes_;
   Progress progress_;
@@ -193,6 +200,10 @@ void Engine::Impl::check_usable() const {
 Handle Engine::Impl::submit(Submission submission, bool wake) {
   check_usable();
   completion_.drop_retired();
+  for (const SubmittedTensor& tensor : submission.tensors) {
+    if (tensor.input.device.type == DeviceType::kCuda) [[unlikely]]
+      gpu_.claim(tensor.input.device);
+  }
 
   UnitSpec spec = describe(submission);
   InFlight unit;
@@ -398,8 +409,8 @@ void Engine::Impl::shutdown(bool clean, const std::string& reason) {
   completion_.drop_retired();
 }
 
-Engine::Engine(std::unique_ptr<Endpoint> endpoint, const Config& config)
-    : impl_(std::make_unique<Impl>(std::move(endpoint), config)) {}
+Engine::Engine(std::unique_ptr<Endpoint> endpoint, const Config& config, GpuOpener open_gpu)
+    : impl_(std::make_unique<Impl>(std::move(endpoint), config, std::move(open_gpu))) {}
 
 Engine::~Engine() {
   // In a forked child the threads to join do not exist and the peers must notice nothing.
@@ -436,6 +447,14 @@ void Engine::shutdown(bool clean, const std::string& reason) { impl_->shutdown(c
 std::shared_ptr<const Error> Engine::failure() const { return impl_->completion_.failure(); }
 
 std::string Engine::data_plane() const { return std::string(impl_->planes_.name()); }
+
+std::string Engine::gpu_data_plane(std::string* reason) const {
+  const std::shared_ptr<Plane> all = impl_->planes_.plane(0);
+  const Backend* const plane = all->gpu.get();
+  if (plane == nullptr) return "";
+  if (reason != nullptr) *reason = all->gpu.why();
+  return std::string(plane->name());
+}
 
 std::vector<int32_t> Engine::members(uint32_t process_set) const { return impl_->planes_.members(process_set); }
 

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "collective/gpu_plane.h"
 #include "common/config.h"
 #include "common/error.h"
 #include "common/types.h"
@@ -25,6 +26,10 @@ struct SubmittedTensor {
   DataType wire = DataType::kFloat32;
   bool absent = false;  // no value here in this window; `input` (a stale value) still counts if somebody has one
 };
+
+// Opens the GPU that this rank uses: number `index`, or its current one where that is -1 (a rank that has joined before
+// it has used any). Called once, on any thread, without the GIL, when the first bucket of CUDA tensors is to run.
+using GpuOpener = std::function<OpenGpu(int index)>;
 
 // Makes the output of tensor `index` of a submission.
 using Allocator = std::function<TensorView(size_t index, const Dims& shape)>;
@@ -50,7 +55,7 @@ class Engine {
  public:
   // Takes part as endpoint->rank(). Starts the coordinator thread ("fw-coord") and, on first need, the executor thread
   // ("fw-exec").
-  Engine(std::unique_ptr<Endpoint> endpoint, const Config& config);
+  Engine(std::unique_ptr<Endpoint> endpoint, const Config& config, GpuOpener open_gpu = {});
   ~Engine();  // shutdown(true, "engine destroyed")
   Engine(const Engine&) = delete;
   Engine& operator=(const Engine&) = delete;
@@ -65,9 +70,9 @@ class Engine {
   // right away.
   Handle submit(Submission submission, bool wake = true);
 
-  // Until done; drives the engine meanwhile. Throws the unit's error. Never needs the GIL: call it without.
-  // `on_signal` is called when a signal handler has run on this thread; what it throws ends the wait (the unit stays in
-  // flight).
+  // Until done, which means launched for CUDA tensors (Note [Done and reached]); drives the engine meanwhile. Throws
+  // the unit's error. Never needs the GIL: call it without. `on_signal` is called when a signal handler has run on this
+  // thread; what it throws ends the wait (the unit stays in flight).
   void wait(const Handle& handle, const std::function<void()>& on_signal = {});
   // Throws the first error after all are done.
   void wait_all(const std::vector<Handle>& handles, const std::function<void()>& on_signal = {});
@@ -84,6 +89,10 @@ class Engine {
 
   // The name of the data plane that moves CPU tensors: "shm", "mpi".
   std::string data_plane() const;
+
+  // The same for CUDA tensors, in the process set of all: "nccl", "staged"; "" before the first of them. `reason` says
+  // why it is not NCCL.
+  std::string gpu_data_plane(std::string* reason = nullptr) const;
 
   // Members of a process set (global ranks, sorted); throws kInvalidArgument when there is no such set.
   std::vector<int32_t> members(uint32_t process_set) const;

@@ -24,8 +24,8 @@ std::shared_ptr<const Error> explain(const Error& error, const Plane& plane) {
 
 }  // namespace
 
-Executor::Executor(Completion& completion, Recorder& recorder, std::function<void()> after_run)
-    : completion_(completion), recorder_(recorder), after_run_(std::move(after_run)) {}
+Executor::Executor(Completion& completion, Recorder& recorder, GpuLauncher& gpu, std::function<void()> after_run)
+    : completion_(completion), recorder_(recorder), gpu_(gpu), after_run_(std::move(after_run)) {}
 
 Executor::~Executor() { stop(); }
 
@@ -62,21 +62,33 @@ bool Executor::run_one_if(int64_t bytes_at_most, bool on_own_thread) {
   return true;
 }
 
+// Why it failed; null: all went well.
+std::shared_ptr<const Error> Executor::run_parts(const Assignment& assignment) {
+  Plane& plane = *assignment.plane;
+  try {
+    for (const Bucket& part : assignment.parts) {
+      if (part.device == DeviceType::kCuda) {
+        gpu_.launch(part, plane);
+      } else {
+        plane.backend->run(part);
+      }
+    }
+    return nullptr;
+  } catch (const Error& e) {
+    return explain(e, plane);
+  } catch (const std::exception& e) {
+    return std::make_shared<Error>(ErrorCode::kCollective,
+                                   std::string(plane.backend->name()) + " data plane: " + e.what());
+  }
+}
+
 void Executor::run(Assignment assignment, bool on_own_thread) {
   recorder_.run_begins(assignment);
-  std::shared_ptr<const Error> error = assignment.failure;
-  try {
-    if (error) {
-      assignment.plane->backend->abort();  // the other members must not wait for this one in vain
-    } else {
-      for (const Bucket& part : assignment.parts) assignment.plane->backend->run(part);
-    }
-  } catch (const Error& e) {
-    error = explain(e, *assignment.plane);
-  } catch (const std::exception& e) {
-    error = std::make_shared<Error>(ErrorCode::kCollective,
-                                    std::string(assignment.plane->backend->name()) + " data plane: " + e.what());
-  }
+  const std::shared_ptr<const Error> error = assignment.failure ? assignment.failure : run_parts(assignment);
+  // The other members must not wait for this one in vain, nor what they have on their devices.
+  if (error) assignment.plane->abort();
+  SharedEvent event = assignment.uses_gpu() ? gpu_.mark() : nullptr;
+  for (FinishedUnit& unit : assignment.units) unit.result.event = event;
   recorder_.run_ends(assignment, error.get(), on_own_thread);
 
   std::vector<FinishedUnit> done;
@@ -101,7 +113,7 @@ void Executor::run(Assignment assignment, bool on_own_thread) {
     if (queue_.empty()) drained_.notify_all();
   }
   for (FinishedUnit& unit : done) {
-    if (known) unit.result = {.error = known};
+    if (known) unit.result = {.error = known, .event = std::move(unit.result.event)};
     completion_.complete(std::move(unit.handle), std::move(unit.result));
   }
   completion_.notify();
@@ -177,7 +189,9 @@ void Executor::fail_all(const std::shared_ptr<const Error>& error, int rank) {
     runnable_.store(!running_ && !queue_.empty(), std::memory_order_release);
     if (!running_ && queue_.empty()) drained_.notify_all();
   }
-  for (FinishedUnit& unit : failed) completion_.complete(std::move(unit.handle), {.error = error});
+  for (FinishedUnit& unit : failed) {
+    completion_.complete(std::move(unit.handle), {.error = error, .event = std::move(unit.result.event)});
+  }
   completion_.notify();
 }
 

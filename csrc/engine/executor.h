@@ -18,18 +18,12 @@
 #include "collective/backend.h"
 #include "common/error.h"
 #include "engine/completion.h"
+#include "engine/gpu_launcher.h"
 #include "engine/handle.h"
+#include "engine/plane.h"
 #include "engine/recorder.h"
 
 namespace fusewire {
-
-// The data plane of one process set, and who its members are.
-struct Plane {
-  bool contains(int rank) const { return std::binary_search(ranks.begin(), ranks.end(), rank); }
-
-  std::vector<int32_t> ranks;  // global ranks, sorted
-  std::unique_ptr<Backend> backend;
-};
 
 struct FinishedUnit {
   Handle handle;
@@ -38,8 +32,12 @@ struct FinishedUnit {
   UnitTrace trace{};
 };
 
-// One answered bucket. A group of mixed dtypes makes several parts, run one after the other.
+// One answered bucket. A group of mixed dtypes or devices makes several parts, run one after the other.
 struct Assignment {
+  bool uses_gpu() const {
+    return std::any_of(parts.begin(), parts.end(), [](const Bucket& part) { return part.device == DeviceType::kCuda; });
+  }
+
   uint64_t bucket = 0;
   uint32_t process_set = 0;
   bool report_completion = false;
@@ -61,7 +59,7 @@ struct Assignment {
 class Executor {
  public:
   // `after_run` is called on whatever thread ran a bucket, with its outcome already visible in completed() etc.
-  Executor(Completion& completion, Recorder& recorder, std::function<void()> after_run);
+  Executor(Completion& completion, Recorder& recorder, GpuLauncher& gpu, std::function<void()> after_run);
   ~Executor();
 
   void push(Assignment&& assignment);              // untouched if it throws (no memory)
@@ -91,10 +89,12 @@ class Executor {
   bool run_one_if(int64_t bytes_at_most, bool on_own_thread);
   bool claim(int64_t bytes_at_most, Assignment& out);
   void run(Assignment assignment, bool on_own_thread);
+  std::shared_ptr<const Error> run_parts(const Assignment& assignment);
   void thread_main();
 
   Completion& completion_;
   Recorder& recorder_;
+  GpuLauncher& gpu_;
   const std::function<void()> after_run_;
   mutable std::mutex mutex_;
   std::condition_variable wake_;

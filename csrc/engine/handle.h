@@ -45,7 +45,13 @@ class HandleState {
 
   // Once done(): see Note [Done and reached]. A user of the results makes his stream wait for it.
   const SharedEvent& event() const { return result_.event; }
-  bool reached() const { return !result_.event || result_.event->reached(); }
+  bool reached() const {
+    try {
+      return !result_.event || result_.event->reached();
+    } catch (const Error&) {
+      return true;  // CUDA has failed for good: nothing runs any more
+    }
+  }
 
   // On a thread of the submitter's. Several threads may wait for one handle. Does nothing while !reached().
   void drop_keep_alive() {

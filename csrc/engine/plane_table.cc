@@ -13,9 +13,13 @@ void PlaneTable::add(uint32_t process_set, std::vector<int32_t> ranks) {
   std::shared_ptr<Plane> foreign;
   const auto me = std::lower_bound(ranks.begin(), ranks.end(), rank_);
   if (me != ranks.end() && *me == rank_) {
-    plane = std::make_shared<Plane>(Plane{ranks, source_->make(set, static_cast<int>(me - ranks.begin()))});
+    plane = std::make_shared<Plane>();
+    plane->ranks = ranks;
+    plane->backend = source_->make(set, static_cast<int>(me - ranks.begin()));
   } else if (rank_ == 0) {
-    foreign = std::make_shared<Plane>(Plane{ranks, source_->make_foreign(set)});
+    foreign = std::make_shared<Plane>();
+    foreign->ranks = ranks;
+    foreign->backend = source_->make_foreign(set);
   }
   const std::lock_guard lock(mutex_);
   members_[process_set] = std::move(ranks);
@@ -48,20 +52,17 @@ std::vector<int32_t> PlaneTable::members(uint32_t process_set) const {
 }
 
 void PlaneTable::abort(int rank_or_all) {
-  const std::lock_guard lock(mutex_);
-  const auto concerned = [rank_or_all](const std::vector<int32_t>& ranks) {
-    return rank_or_all == kEverySet || std::binary_search(ranks.begin(), ranks.end(), rank_or_all);
-  };
-  for (const auto& [id, plane] : planes_) {
-    if (concerned(plane->ranks)) plane->backend->abort();
+  std::vector<std::shared_ptr<Plane>> concerned;
+  {
+    const std::lock_guard lock(mutex_);
+    const auto consider = [&](std::shared_ptr<Plane> plane) {
+      if (plane && (rank_or_all == kEverySet || plane->contains(rank_or_all))) concerned.push_back(std::move(plane));
+    };
+    for (const auto& [id, plane] : planes_) consider(plane);
+    for (const auto& removed : removed_) consider(removed.lock());
+    for (const auto& [id, foreign] : foreign_) consider(foreign);
   }
-  for (const auto& removed : removed_) {
-    const auto plane = removed.lock();
-    if (plane && concerned(plane->ranks)) plane->backend->abort();
-  }
-  for (const auto& [id, foreign] : foreign_) {
-    if (concerned(foreign->ranks)) foreign->backend->abort();
-  }
+  for (const auto& plane : concerned) plane->abort();
 }
 
 }  // namespace fusewire

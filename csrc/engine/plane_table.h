@@ -15,8 +15,8 @@
 
 namespace fusewire {
 
-// Thread-safe: the driver adds and removes, the watcher aborts, users ask. Lock order: mutex_ is a leaf but for the
-// backends' abort(), which takes no lock.
+// Thread-safe: the driver adds and removes, the watcher aborts, users ask. Lock order: mutex_ is a leaf; planes are
+// aborted outside of it, because one on a GPU takes its time.
 class PlaneTable {
  public:
   PlaneTable(const Endpoint& endpoint, std::unique_ptr<PlaneSource> source)

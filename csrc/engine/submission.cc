@@ -91,7 +91,7 @@ InFlight unasked(const UnitSpec& spec) {
     Dims shape = wanted.shape;
     if (has_extents(spec.kind)) shape.front() = 0;
     tensor.input = contiguous_view(nullptr, wanted.dtype, std::move(shape));
-    tensor.input.device.type = wanted.device;
+    tensor.input.device = {wanted.device, -1};
     tensor.output = tensor.input;
     tensor.wire = wanted.wire;
     tensor.absent = true;
