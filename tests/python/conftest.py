@@ -1,8 +1,9 @@
 """Tests on real ranks: `@ranks(2, 3)` runs the body of a test on every rank of a job of two and of three processes.
 
 Whatever the body returns must be bitwise equal on all ranks. Asserts in it work as anywhere, and a failure names its
-rank. Keywords: `timeout` (seconds), `fresh=True` (shutdown and init around it, for bodies that break the engine) and
-`init={...}` (keywords of that init).
+rank. Keywords: `timeout` (seconds), `fresh=True` (shutdown and init around it, for bodies that break the engine),
+`init={...}` (keywords of that init) and `cuda=True` (ranks that have a GPU: a real one, or the stand-in fake_cuda,
+which also finds every wait between streams that is missing).
 """
 
 import sys
@@ -14,7 +15,7 @@ import rank_pool
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "ranks(*sizes, timeout, fresh, init): run the body on that many ranks")
+    config.addinivalue_line("markers", "ranks(*sizes, timeout, fresh, init, cuda): run the body on that many ranks")
 
 
 def pytest_generate_tests(metafunc):
@@ -56,9 +57,11 @@ def pytest_pyfunc_call(pyfuncitem):
     pool = values["pools"] if "pools" in values else pyfuncitem._request.getfixturevalue("pools")
     size = pyfuncitem.callspec.params["world_size"]
     keywords = {name: values[name] for name in pyfuncitem._fixtureinfo.argnames if name != "world_size"}
+    options = dict(marker.kwargs)
+    cuda = options.pop("cuda", False)
     text = None
     try:
-        rank_pool.run_equal(pool.get(size), pyfuncitem.obj, (), keywords, **marker.kwargs)
+        rank_pool.run_equal(pool.get(size, cuda), pyfuncitem.obj, (), keywords, **options)
     except rank_pool.RankFailure as failure:
         text = str(failure)
     if text is not None:  # outside the except block, so that pytest shows nothing else

@@ -46,13 +46,13 @@ class MpiRank:
         return f"(of mpirun) {self._mpirun.poll()}; the end of its output:\n{self._log.read_text()[-3000:]}"
 
 
-def start(size: int, port: int, folder: str) -> tuple[list[MpiRank], list[Connection]]:
+def start(size: int, port: int, folder: str, cuda: bool) -> tuple[list[MpiRank], list[Connection]]:
     """`size` ranks and a connection to each."""
     log = Path(folder) / "mpirun.log"
     address = str(Path(folder) / "pool")  # nobody else can look into that folder
     paths = [str(Path(__file__).parent)] + [p for p in sys.path if p]
     environment = {"FUSEWIRE_BACKEND": "mpi"} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    code = f"import mpi_ranks; mpi_ranks.main({address!r}, {size}, {port}, {folder!r})"
+    code = f"import mpi_ranks; mpi_ranks.main({address!r}, {size}, {port}, {folder!r}, {cuda})"
     with socket.socket(socket.AF_UNIX) as listener, log.open("w") as output:
         listener.bind(address)
         listener.listen(size)
@@ -85,7 +85,7 @@ def start(size: int, port: int, folder: str) -> tuple[list[MpiRank], list[Connec
 # ---- in the rank processes ----
 
 
-def main(address: str, size: int, port: int, folder: str) -> None:
+def main(address: str, size: int, port: int, folder: str, cuda: bool) -> None:
     import rank_pool
 
     rank = int(os.environ.get("OMPI_COMM_WORLD_RANK") or os.environ["PMI_RANK"])
@@ -93,4 +93,4 @@ def main(address: str, size: int, port: int, folder: str) -> None:
     there.connect(address)
     pipe = Connection(there.detach())
     pipe.send((rank, os.getpid()))
-    rank_pool.rank_main(rank, size, port, pipe, folder)
+    rank_pool.rank_main(rank, size, port, pipe, folder, cuda)

@@ -15,6 +15,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import tempfile
 import time
 import traceback
@@ -36,9 +37,12 @@ class RankFailure(AssertionError):
 
 
 class RankPool:
-    """`size` processes with an initialised fusewire each."""
+    """`size` processes with an initialised fusewire each.
 
-    def __init__(self, size: int) -> None:
+    `cuda`: all use device 0 of a GPU, or of the stand-in (fake_cuda) where torch finds none.
+    """
+
+    def __init__(self, size: int, cuda: bool = False) -> None:
         from torch.distributed import TCPStore
 
         self.size = size
@@ -47,7 +51,7 @@ class RankPool:
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60))
         self._folder = tempfile.TemporaryDirectory(prefix="fusewire-pool-")
         start = mpi_ranks.start if mpi_ranks.COMMAND else _spawn
-        self._processes, self._connections = start(size, self._store.port, self._folder.name)
+        self._processes, self._connections = start(size, self._store.port, self._folder.name, cuda)
         try:
             self._collect("the start of the ranks", START_SECONDS * SCALE)
         except BaseException:
@@ -144,13 +148,13 @@ class RankPool:
         return {rank: text.replace(_PICKLED, self._source) for rank, text in texts.items()}
 
 
-def _spawn(size, port, folder):
+def _spawn(size, port, folder, cuda):
     """The rank processes and a pipe to each."""
     spawn = multiprocessing.get_context("spawn")
     processes, pipes = [], []
     for rank in range(size):
         here, there = spawn.Pipe()
-        arguments = (rank, size, port, there, folder)
+        arguments = (rank, size, port, there, folder, cuda)
         process = spawn.Process(target=rank_main, args=arguments, name=f"rank-{rank}-of-{size}", daemon=True)
         process.start()
         there.close()
@@ -164,25 +168,37 @@ def _stack_file(folder, rank) -> Path:
 
 
 class Pools:
-    """The pools of a test session, one per world size, made on first use. Only one is busy at a time."""
+    """The pools of a test session, one per world size and kind, made on first use. Only one is busy at a time."""
 
     ROOM = 3 << 30  # bytes of memory below which the other pools are closed before a new one is started
 
     def __init__(self) -> None:
-        self._pools: dict[int, RankPool] = {}
+        self._pools: dict[tuple[int, bool], RankPool] = {}
 
-    def get(self, size: int) -> RankPool:
-        pool = self._pools.get(size)
+    def get(self, size: int, cuda: bool = False) -> RankPool:
+        pool = self._pools.get((size, cuda))
         if pool is None or pool.closed:
             if _available_memory() < self.ROOM:
                 self.close()
-            pool = self._pools[size] = RankPool(size)
+            if cuda:
+                _prepare_cuda()
+            pool = self._pools[size, cuda] = RankPool(size, cuda)
         return pool
 
     def close(self) -> None:
         for pool in self._pools.values():
             pool.close()
         self._pools.clear()
+
+
+def _prepare_cuda() -> None:
+    """Compiles the stand-in, which ranks would have to do while somebody waits for them."""
+    import torch
+
+    if not torch.cuda.is_available():
+        import fake_cuda
+
+        fake_cuda.build()
 
 
 def _available_memory() -> int:
@@ -230,7 +246,7 @@ def run_equal(pool: RankPool, body, arguments=(), keywords=None, **options) -> N
 # ---- in the rank processes ----
 
 
-def rank_main(rank, size, port, pipe, folder):
+def rank_main(rank, size, port, pipe, folder, cuda=False):
     """Serves the pool at the other end of `pipe` until that is closed."""
     with open(_stack_file(folder, rank), "w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=True)
@@ -242,6 +258,11 @@ def rank_main(rank, size, port, pipe, folder):
             import fusewire
 
             torch.set_num_threads(1)
+            if cuda and not torch.cuda.is_available():
+                import fake_cuda
+
+                fake_cuda.install()
+                fusewire._core._set_cuda_api(fake_cuda.api_maker())
             fusewire.init()
         except BaseException:
             pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
@@ -269,7 +290,11 @@ def _run_body(torch, message) -> bytes:
     try:
         body, arguments, keywords, source = pickle.loads(message)
         torch.manual_seed(0)  # the same on every rank
-        return cloudpickle.dumps(("result", body(*arguments, **keywords)))
+        result = torch.utils._pytree.tree_map_only(torch.Tensor, torch.Tensor.cpu, body(*arguments, **keywords))
+        if "fake_cuda" in sys.modules:
+            mistakes = sys.modules["fake_cuda"].new_mistakes()
+            assert not mistakes, "streams were not waited for:\n" + "\n".join(mistakes)
+        return cloudpickle.dumps(("result", result))
     except BaseException as error:
         frames = error.__traceback__.tb_next or error.__traceback__  # without this function's own
         report = traceback.TracebackException(type(error), error, frames)

@@ -159,6 +159,15 @@ void CudaDouble::release(void* memory, bool pinned) {
   allocations_.erase(found);
 }
 
+void CudaDouble::forget(const void* memory, size_t bytes, Stream stream) {
+  const std::lock_guard lock(mutex_);
+  const size_t before = mistakes_.size();
+  launch("free", stream, {{memory, bytes, true}}, nullptr);
+  const auto begin = reinterpret_cast<uintptr_t>(memory);
+  std::erase_if(accesses_, [&](const Access& one) { return one.begin < begin + bytes && begin < one.end; });
+  mistakes_.size() > before ? drain() : finish(stream);
+}
+
 void* CudaDouble::allocate(size_t bytes) { return take(bytes, false); }
 void CudaDouble::free(void* memory) { release(memory, false); }
 void* CudaDouble::allocate_pinned(size_t bytes) { return take(bytes, true); }
@@ -287,9 +296,7 @@ void CudaDouble::launch(const std::string& name, Stream stream, std::vector<Use>
   const uint64_t number = on.clock[on.number] + 1;
   for (const Use& use : uses) {
     const auto begin = reinterpret_cast<uintptr_t>(use.memory);
-    const Access access{name, begin, begin + use.bytes, use.writes, on.number, number};
-    check(access, on.clock);
-    accesses_.push_back(access);
+    note({name, begin, begin + use.bytes, use.writes, on.number, number}, on.clock);
   }
   on.clock[on.number] = number;
   on.queue.push_back({.run = std::move(work), .waits_for = nullptr, .reaches = nullptr});
@@ -300,9 +307,8 @@ void CudaDouble::host_uses(const void* memory, size_t bytes, bool writes) {
   const std::lock_guard lock(mutex_);
   const auto begin = reinterpret_cast<uintptr_t>(memory);
   const Access access{"the host", begin, begin + bytes, writes, kHost, ++host_number_};
-  check(access, host_);
+  note(access, host_);
   host_[kHost] = host_number_;  // whatever is asked for from now on comes after this
-  accesses_.push_back(access);
 }
 
 void CudaDouble::check(const Access& access, const Clock& clock) {
@@ -315,6 +321,17 @@ void CudaDouble::check(const Access& access, const Clock& clock) {
     return mistake(access.name + verb(access) + " what " + before.name + verb(before) +
                    ", and nothing says that it is done with it");
   }
+}
+
+// What comes after the new access and before an older one that it covers would be found by the new one alone, so only
+// what is still needed is kept.
+void CudaDouble::note(const Access& access, const Clock& clock) {
+  check(access, clock);
+  std::erase_if(accesses_, [&](const Access& before) {
+    const bool covered = access.begin <= before.begin && before.end <= access.end;
+    return covered && (access.writes || (!before.writes && before.stream == access.stream));
+  });
+  accesses_.push_back(access);
 }
 
 bool CudaDouble::step() {

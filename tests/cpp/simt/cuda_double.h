@@ -62,7 +62,10 @@ class CudaDouble : public CudaApi {
   };
   void launch(const std::string& name, Stream stream, std::vector<Use> uses, std::function<void()> work);
   void host_uses(const void* memory, size_t bytes, bool writes);
-  void drain();  // does all work that is left
+  void drain();                // does all work that is left
+  void finish(Stream stream);  // does all work on this stream, and what it waits for
+  // The memory is not used any more by work that `stream` does not know of: what comes next may be given its addresses.
+  void forget(const void* memory, size_t bytes, Stream stream);
   void capture(Stream stream, bool on);
 
   std::array<unsigned char, 16> gpu{};  // which one this pretends to be
@@ -114,12 +117,12 @@ class CudaDouble : public CudaApi {
   static void join(Clock& into, const Clock& other);
   void enqueue(const std::string& name, StreamState& stream, const std::vector<Use>& uses, Work work);
   void check(const Access& access, const Clock& clock);
+  void note(const Access& access, const Clock& clock);
   void release(void* memory, bool pinned);
   void* take(size_t bytes, bool pinned);
   std::vector<Use> uses_of(const TransferArgs& args, bool packs) const;
   static std::vector<Use> span_uses(const void* table, uint32_t spans, const void* const* sources, int count,
                                     DataType dtype);
-  void finish(Stream stream);
   bool step();        // does one piece of work that may run; false: none may
   void some_steps();  // a random number of them
   void mistake(std::string sentence);
