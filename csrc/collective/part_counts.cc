@@ -90,11 +90,15 @@ std::vector<PartCounts> part_counts(const Bucket& bucket, int size, int rank) {
   return counts;
 }
 
+bool overwrites_input(const Bucket& bucket, const Segment& segment, int size, int rank) {
+  return overlap(segment.input, segment.output) &&
+         !own_part_in_place(bucket, segment, PartCounts(bucket, segment, size, rank), rank);
+}
+
 DetachedBucket::DetachedBucket(const Bucket& bucket, int size, int rank) : bucket_(bucket) {
   for (size_t i = 0; i < bucket.segments.size(); ++i) {
     const Segment& segment = bucket.segments[i];
-    if (!overlap(segment.input, segment.output)) continue;
-    if (own_part_in_place(bucket, segment, PartCounts(bucket, segment, size, rank), rank)) continue;
+    if (!overwrites_input(bucket, segment, size, rank)) continue;
     if (replaced_.segments.empty()) replaced_ = bucket;
     const int64_t count = segment.input.numel();
     copies_.emplace_back(static_cast<size_t>(count) * size_of(bucket.dtype));

@@ -34,8 +34,12 @@ class PartCounts {
 // One of every segment.
 std::vector<PartCounts> part_counts(const Bucket& bucket, int size, int rank);
 
+// Whether the output overlaps the input, and not just where this rank's own part goes: then results may overwrite what
+// is still to be given.
+bool overwrites_input(const Bucket& bucket, const Segment& segment, int size, int rank);
+
 // The bucket as the rows are made from it: with inputs that its own outputs would overwrite too early replaced by
-// copies. Only a tensor whose output overlaps its input, and not just where its own part goes, is copied.
+// copies.
 class DetachedBucket {
  public:
   DetachedBucket(const Bucket& bucket, int size, int rank);
