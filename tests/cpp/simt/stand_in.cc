@@ -233,6 +233,7 @@ void launch(unsigned blocks, unsigned threads, const std::function<void()>& kern
 
 void seed(uint64_t value) { machine().random_.seed(value); }
 uint64_t launches() { return machine().launches_; }
+void count_launch() { ++machine().launches_; }
 
 Index thread_index() { return {machine().thread_}; }
 Index block_index() { return {machine().block_}; }

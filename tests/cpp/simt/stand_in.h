@@ -33,6 +33,7 @@ void launch(unsigned blocks, unsigned threads, const std::function<void()>& kern
 // Seeds the order of blocks and fibers on this thread from now on, and tells how many kernels it has launched.
 void seed(uint64_t value);
 uint64_t launches();
+void count_launch();  // of a kernel that is no program of fibers
 
 // For the running fiber.
 Index thread_index();
