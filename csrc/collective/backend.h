@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <functional>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -44,6 +45,9 @@ struct Bucket : Operation {  // `root` is the rank inside the process set
   std::vector<Segment> segments;
   int64_t elements = 0;         // sum of the segments' numel (of their inputs)
   ChunkTrace* trace = nullptr;  // is told what run() does, if not null
+  // Called on the thread of run() when a signal handler has run there while it waited, if not null. What it throws, an
+  // Error, ends run(): signal_gate.h Note [Signals in a wait].
+  const std::function<void()>* on_signal = nullptr;
 };
 
 class Backend {

@@ -38,6 +38,7 @@ class ShmBackend final : public Backend {
 
   void run(const Bucket& bucket) override {
     check();
+    context_.waiter.signals().begin(bucket.on_signal);
     context_.watch.start(bucket.trace, std::max<int64_t>(bucket.elements, 1));
     try {
       if (!agreed_) agree();

@@ -1,5 +1,6 @@
 #include "collective/shm_wait.h"
 
+#include <algorithm>
 #include <optional>
 #include <string>
 
@@ -91,11 +92,12 @@ void ShmWaiter::wait_slowly(int first, int last, ShmStage stage, int64_t chunk) 
   if (abort_after_.count() > 0) deadline = Clock::now() + abort_after_;
   while (!fulfilled(first, last, stage, chunk)) {
     throw_if_stopped();
-    std::chrono::nanoseconds limit{0};
-    if (deadline) {
-      limit = *deadline - Clock::now();
-      if (limit.count() <= 0) give_up(behind(first, last, stage, chunk));
-    }
+    const auto now = Clock::now();
+    if (deadline && now >= *deadline) give_up(behind(first, last, stage, chunk));
+    signals_.ask_if_due(now);
+    std::optional<Clock::time_point> until = deadline;
+    if (const auto due = signals_.due()) until = std::min(deadline.value_or(*due), *due);
+    const std::chrono::nanoseconds limit = until ? *until - now : std::chrono::nanoseconds(0);
     sleep(first, last, stage, chunk, limit);
   }
 }
@@ -122,7 +124,7 @@ void ShmWaiter::sleep(int first, int last, ShmStage stage, int64_t chunk, std::c
   header.sleeping.fetch_add(1, std::memory_order_seq_cst);
   own.asleep.exchange(1, std::memory_order_seq_cst);
   if (!fulfilled(first, last, stage, chunk) && header.aborted.load(std::memory_order_seq_cst) == 0) {
-    futex_wait(own.asleep, 1, limit.count() > 0 ? std::optional(limit) : std::nullopt);
+    if (futex_wait(own.asleep, 1, limit.count() > 0 ? std::optional(limit) : std::nullopt)) signals_.signalled();
   }
   own.asleep.exchange(0, std::memory_order_seq_cst);
   header.sleeping.fetch_sub(1, std::memory_order_seq_cst);

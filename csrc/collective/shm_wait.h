@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "collective/shm_region.h"
+#include "collective/signal_gate.h"
 #include "common/chunk_trace.h"
 #include "common/error.h"
 
@@ -32,6 +33,9 @@ class ShmWaiter {
 
   // Is told of waits that do not end at once; must outlive the waiter.
   void tell(ChunkStopwatch* watch) { watch_ = watch; }
+
+  // Is told of signals that cut a sleep short.
+  SignalGate& signals() { return signals_; }
 
   // Everything this rank wrote before is visible to whoever sees `chunk`.
   void publish(ShmStage stage, int64_t chunk);
@@ -67,6 +71,7 @@ class ShmWaiter {
   ShmRegion region_;
   int rank_;
   ChunkStopwatch* watch_ = nullptr;
+  SignalGate signals_;
   std::chrono::nanoseconds spin_;
   std::chrono::nanoseconds abort_after_;
   std::vector<int64_t> seen_;         // [rank * kShmStages + stage]: the last value read, to leave the line alone

@@ -18,6 +18,7 @@
 #include "engine/completion.h"
 #include "engine/executor.h"
 #include "engine/gpu_launcher.h"
+#include "engine/interruption.h"
 #include "engine/plane_table.h"
 #include "engine/progress.h"
 #include "engine/recorder.h"
@@ -148,7 +149,7 @@ class Engine::Impl {
  private:
   void coordinate();
   void drive(const HandleState& handle, const std::function<void()>& on_signal);
-  bool run_inline();
+  bool run_inline(const Interruption& interruption);
   bool spin(const HandleState& handle);
   void leave_seat();
   std::optional<std::chrono::nanoseconds> look_in();
@@ -253,14 +254,15 @@ void Engine::Impl::wait(const HandleState& handle, const std::function<void()>& 
 // Holds the seat until the handle is done.
 void Engine::Impl::drive(const HandleState& handle, const std::function<void()>& on_signal) {
   bool interrupted = false;
-  while (!handle.done() && !interrupted) {
+  const Interruption inside(on_signal, endpoint_->rank());  // of a bucket
+  while (!handle.done() && !interrupted && !inside.error()) {
     if (closed_.load(std::memory_order_seq_cst)) {
       progress_.close(completion_.failure());  // submitted while shutdown() was at work
       break;
     }
     if (closing_.load(std::memory_order_seq_cst)) break;
     bool worked = progress_.step();
-    worked |= run_inline();
+    worked |= run_inline(inside);
     if (worked || handle.done() || spin(handle)) continue;
 
     const auto timeout = progress_.time_to_deadline();
@@ -272,6 +274,7 @@ void Engine::Impl::drive(const HandleState& handle, const std::function<void()>&
     interrupted = seat_.sleep(ticket, timeout);
   }
   leave_seat();
+  if (inside.error()) inside.rethrow();
   if (interrupted && on_signal) on_signal();
   if (closing_.load(std::memory_order_seq_cst) && !handle.done()) {
     // shutdown() fails every handle as soon as it has the seat.
@@ -283,7 +286,7 @@ void Engine::Impl::drive(const HandleState& handle, const std::function<void()>&
 
 // Note [Inline buckets]. A driver that runs a bucket sends nothing meanwhile, so it must not run one while a peer may
 // still lack the rest of the very response that starts it: then the executor thread does.
-bool Engine::Impl::run_inline() {
+bool Engine::Impl::run_inline(const Interruption& interruption) {
   if (!executor_.has_runnable()) return false;
   if (!endpoint_->has_unsent()) {
     if (watched_every_ && armed_until_.load(std::memory_order_relaxed) == kNever) {
@@ -291,7 +294,7 @@ bool Engine::Impl::run_inline() {
       seat_.alarm();
     }
     const Loan loan(loan_);
-    return executor_.run_one();
+    return executor_.run_one(&interruption);
   }
   executor_.hand_over();
   return false;

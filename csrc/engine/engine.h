@@ -72,7 +72,8 @@ class Engine {
 
   // Until done, which means launched for CUDA tensors (Note [Done and reached]); drives the engine meanwhile. Throws
   // the unit's error. Never needs the GIL: call it without. `on_signal` is called when a signal handler has run on this
-  // thread; what it throws ends the wait (the unit stays in flight).
+  // thread; what it throws ends the wait. The unit stays in flight, but where this thread runs its bucket already (Note
+  // [Signals in a wait]): then the engine fails.
   void wait(const Handle& handle, const std::function<void()>& on_signal = {});
   // Throws the first error after all are done.
   void wait_all(const std::vector<Handle>& handles, const std::function<void()>& on_signal = {});

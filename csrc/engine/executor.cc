@@ -55,18 +55,19 @@ bool Executor::claim(int64_t bytes_at_most, Assignment& out) {
   return true;
 }
 
-bool Executor::run_one_if(int64_t bytes_at_most, bool on_own_thread) {
+bool Executor::run_one_if(int64_t bytes_at_most, bool on_own_thread, const Interruption* by) {
   Assignment assignment;
   if (!claim(bytes_at_most, assignment)) return false;
-  run(std::move(assignment), on_own_thread);
+  run(std::move(assignment), on_own_thread, by);
   return true;
 }
 
 // Why it failed; null: all went well.
-std::shared_ptr<const Error> Executor::run_parts(const Assignment& assignment) {
+std::shared_ptr<const Error> Executor::run_parts(Assignment& assignment, const Interruption* by) {
   Plane& plane = *assignment.plane;
   try {
-    for (const Bucket& part : assignment.parts) {
+    for (Bucket& part : assignment.parts) {
+      if (by != nullptr) part.on_signal = by->ask();
       if (part.device == DeviceType::kCuda) {
         gpu_.launch(part, plane);
       } else {
@@ -75,16 +76,16 @@ std::shared_ptr<const Error> Executor::run_parts(const Assignment& assignment) {
     }
     return nullptr;
   } catch (const Error& e) {
-    return explain(e, plane);
+    return by != nullptr && by->error() ? by->error() : explain(e, plane);
   } catch (const std::exception& e) {
     return std::make_shared<Error>(ErrorCode::kCollective,
                                    std::string(plane.backend->name()) + " data plane: " + e.what());
   }
 }
 
-void Executor::run(Assignment assignment, bool on_own_thread) {
+void Executor::run(Assignment assignment, bool on_own_thread, const Interruption* by) {
   recorder_.run_begins(assignment);
-  const std::shared_ptr<const Error> error = assignment.failure ? assignment.failure : run_parts(assignment);
+  const std::shared_ptr<const Error> error = assignment.failure ? assignment.failure : run_parts(assignment, by);
   // The other members must not wait for this one in vain, nor what they have on their devices.
   if (error) assignment.plane->abort();
   SharedEvent event = assignment.uses_gpu() ? gpu_.mark() : nullptr;
@@ -147,7 +148,7 @@ void Executor::thread_main() {
     if (stopping_) return;
     handed_over_ = false;  // before looking: what is handed over from here on is not lost
     lock.unlock();
-    while (run_one_if(kAnySize, true)) {
+    while (run_one_if(kAnySize, true, nullptr)) {
     }
     lock.lock();
   }

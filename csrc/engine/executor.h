@@ -20,6 +20,7 @@
 #include "engine/completion.h"
 #include "engine/gpu_launcher.h"
 #include "engine/handle.h"
+#include "engine/interruption.h"
 #include "engine/plane.h"
 #include "engine/recorder.h"
 
@@ -62,9 +63,10 @@ class Executor {
   Executor(Completion& completion, Recorder& recorder, GpuLauncher& gpu, std::function<void()> after_run);
   ~Executor();
 
-  void push(Assignment&& assignment);              // untouched if it throws (no memory)
-  bool run_one() { return run_one_if(kAnySize); }  // false: nothing to run, or somebody is running
-  bool run_one_if(int64_t bytes_at_most) { return run_one_if(bytes_at_most, false); }  // for small ones only
+  void push(Assignment&& assignment);  // untouched if it throws (no memory)
+  // False: nothing to run, or somebody is running. `by`: the caller, where signals may end its wait.
+  bool run_one(const Interruption* by = nullptr) { return run_one_if(kAnySize, false, by); }
+  bool run_one_if(int64_t bytes_at_most) { return run_one_if(bytes_at_most, false, nullptr); }  // for small ones only
   void hand_over();  // wakes the executor thread for what is queued
   bool has_runnable() const { return runnable_.load(std::memory_order_acquire); }
   bool busy() const;  // queued or running
@@ -86,10 +88,10 @@ class Executor {
 
  private:
   static constexpr int64_t kAnySize = std::numeric_limits<int64_t>::max();
-  bool run_one_if(int64_t bytes_at_most, bool on_own_thread);
+  bool run_one_if(int64_t bytes_at_most, bool on_own_thread, const Interruption* by);
   bool claim(int64_t bytes_at_most, Assignment& out);
-  void run(Assignment assignment, bool on_own_thread);
-  std::shared_ptr<const Error> run_parts(const Assignment& assignment);
+  void run(Assignment assignment, bool on_own_thread, const Interruption* by);
+  std::shared_ptr<const Error> run_parts(Assignment& assignment, const Interruption* by);
   void thread_main();
 
   Completion& completion_;

@@ -337,8 +337,8 @@ void Progress::check_trouble(Clock::time_point now) {
   if (!trouble_since_) {
     trouble_since_ = now;
     trouble_seen_.store(true, std::memory_order_relaxed);
-    // kPeerLost here only says "somebody aborted": that somebody tells the root.
-    if (trouble->code() != ErrorCode::kPeerLost) report(*trouble, now);
+    // kPeerLost here only says "somebody aborted": that somebody tells the root. It may have been this rank.
+    if (trouble->code() != ErrorCode::kPeerLost || trouble->rank() == endpoint_.rank()) report(*trouble, now);
   } else if (now - *trouble_since_ >= kTroublePatience) {
     report(*trouble, now);
     fail(trouble);

@@ -3,11 +3,13 @@
 
 #include <barrier>
 #include <deque>
+#include <future>
 #include <mutex>
 #include <vector>
 
 #include "common/error.h"
 #include "mpi_world.h"
+#include "signalled.h"
 #include "thread_ranks.h"
 
 namespace fusewire::testing {
@@ -15,8 +17,8 @@ namespace {
 
 using std::chrono::milliseconds;
 
-// Memory that stays until the program ends: what a rank has sent and given up lies there until its MPI has passed it on,
-// however late (Note [Abandoned messages]).
+// Memory that stays until the program ends: what a rank has sent and given up lies there until its MPI has passed it
+// on, however late (Note [Abandoned messages]).
 std::vector<float>& lasting(size_t count) {
   static std::mutex mutex;
   static std::deque<std::vector<float>> all;
@@ -68,6 +70,38 @@ TEST(MpiFailure, AWaitThatLastsTooLongNamesTheRank) {
   });
   EXPECT_EQ(fault, "");
   EXPECT_TRUE(StopWord(world.stop).stopped());
+}
+
+// What the handler of a signal throws ends the wait, and the plane on all ranks; one that returns changes nothing.
+TEST(MpiFailure, ASignalMayEndAWait) {
+  for (const bool throws : {false, true}) {
+    MpiWorld world(2);
+    std::atomic<int> asked{0};
+    std::atomic<bool> over{false};
+    const std::function<void()> on_signal = [&] {
+      ++asked;
+      if (throws) throw Error(ErrorCode::kPeerLost, "interrupted", 0);
+    };
+    std::promise<pthread_t> waiter;
+    const auto fault = world.with_backends({}, [&](int rank, Backend& backend) -> std::string {
+      Sum sum;
+      if (rank == 0) {
+        sum.bucket.on_signal = &on_signal;
+        waiter.set_value(pthread_self());
+      } else {
+        signal_until(waiter.get_future().get(), [&] { return asked > 0; });
+        while (throws && !over) std::this_thread::yield();
+      }
+      if (!throws) {
+        backend.run(sum.bucket);
+        return "";
+      }
+      const ErrorCode code = code_of([&] { backend.run(sum.bucket); });
+      over = true;
+      return code == ErrorCode::kPeerLost ? "" : "another error";
+    });
+    EXPECT_EQ(fault, "");
+  }
 }
 
 TEST(MpiFailure, AnErrorOfMpiReachesEveryRank) {

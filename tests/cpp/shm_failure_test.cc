@@ -9,6 +9,7 @@
 #include "collective/shm_wait.h"
 #include "common/error.h"
 #include "shm_world.h"
+#include "signalled.h"
 
 namespace fusewire::testing {
 namespace {
@@ -145,6 +146,33 @@ TEST(ShmFailure, MemoryThatCannotBeReadIsAnErrorOnAll) {
   EXPECT_EQ(outcomes[0].code, ErrorCode::kCollective);
   EXPECT_EQ(outcomes[0].rank, 1);
   EXPECT_EQ(outcomes[1].code, ErrorCode::kCollective);
+}
+
+// What the handler of a signal throws ends the wait, and the plane on all ranks; one that returns changes nothing.
+TEST(ShmFailure, ASignalMayEndAWait) {
+  for (const bool throws : {false, true}) {
+    HeapRegion region(shm_region_bytes(2));
+    const auto set = make_set(region, 2, 0us);
+    std::atomic<int> asked{0};
+    const std::function<void()> on_signal = [&] {
+      ++asked;
+      if (throws) throw Error(ErrorCode::kPeerLost, "interrupted", 0);
+    };
+    Outcome waiting;
+    std::thread waiter([&] {
+      Data data(100);
+      data.bucket.on_signal = &on_signal;
+      waiting = outcome_of([&] { set[0]->run(data.bucket); });
+    });
+    signal_until(waiter.native_handle(), [&] { return asked > 0; });
+    if (throws) waiter.join();
+    Data data(100);
+    const Outcome other = outcome_of([&] { set[1]->run(data.bucket); });
+    if (!throws) waiter.join();
+    EXPECT_EQ(waiting.code, throws ? ErrorCode::kPeerLost : Outcome().code);
+    EXPECT_EQ(other.code, throws ? ErrorCode::kPeerLost : Outcome().code);
+    EXPECT_EQ(other.rank, throws ? 0 : Outcome().rank);
+  }
 }
 
 // A killed process's peers sleep until somebody who knows of its death aborts.

@@ -24,6 +24,7 @@ class MpiBackend final : public Backend {
     check();
     job_->process().call([&] {
       try {
+        context_.link.signals().begin(bucket.on_signal);
         context_.link.begin(bucket.trace, std::max<int64_t>(bucket.elements, 1));
         dispatch(bucket);
       } catch (const Error& error) {

@@ -1,6 +1,7 @@
 #include "collective/mpi/mpi_link.h"
 
 #include <sys/prctl.h>
+#include <time.h>
 
 #include <algorithm>
 #include <limits>
@@ -114,7 +115,7 @@ MpiJob::~MpiJob() {
 // What a wait does between two looks.
 class MpiLink::Pause {
  public:
-  explicit Pause(const MpiLink& link) : link_(link), since_(Clock::now()) {}
+  explicit Pause(MpiLink& link) : link_(link), since_(Clock::now()) {}
 
   void got_on() {
     since_ = Clock::now();
@@ -131,14 +132,16 @@ class MpiLink::Pause {
       return false;
     }
     if (!punctual_) punctual_ = std::make_unique<PunctualThread>();
+    link_.signals_.ask_if_due(now);
     asleep();
-    std::this_thread::sleep_for(nap_);
+    const timespec nap{0, std::chrono::nanoseconds(nap_).count()};
+    if (nanosleep(&nap, nullptr) != 0) link_.signals_.signalled();  // EINTR
     nap_ = std::min(2 * nap_, kLongestNap);
     return false;
   }
 
  private:
-  const MpiLink& link_;
+  MpiLink& link_;
   Clock::time_point since_;
   microseconds nap_ = kShortestNap;
   std::unique_ptr<PunctualThread> punctual_;

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "collective/mpi/mpi_process.h"
+#include "collective/signal_gate.h"
 #include "collective/stop_word.h"
 #include "common/chunk_trace.h"
 
@@ -70,6 +71,7 @@ class MpiLink {
     watch_.start(trace, elements);
   }
   ChunkStopwatch& watch() { return watch_; }
+  SignalGate& signals() { return signals_; }  // is told of signals that cut a nap short
 
   // Peers are ranks inside the set; nothing is sent for 0 bytes. `data` belongs to MPI until wait(purpose) has
   // returned. Between two ranks, the first message sent is the first received, whatever the purposes.
@@ -115,6 +117,7 @@ class MpiLink {
   int outstanding_[kPurposes] = {};
   std::vector<int> finished_;
   ChunkStopwatch watch_;
+  SignalGate signals_;
   bool moving_ = false;  // some message of this bucket has completed
 
   mutable std::mutex mutex_;  // a leaf; laggards_ only
