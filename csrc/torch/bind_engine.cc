@@ -9,6 +9,9 @@
 #include <optional>
 #include <set>
 
+#include "collective/nccl/nccl_loader.h"
+#include "collective/staged/staged_backend.h"
+#include "torch/arguments.h"
 #include "torch/py_engine.h"
 #include "torch/python_errors.h"
 #include "torch/stacks.h"
@@ -108,7 +111,7 @@ void raise_failure(PyEngine& engine) {
 }  // namespace
 
 PyEngine::PyEngine(std::unique_ptr<Endpoint> endpoint, const Config& config)
-    : engine_(std::make_unique<Engine>(std::move(endpoint), config)) {
+    : engine_(std::make_unique<Engine>(std::move(endpoint), config, [this](int index) { return open_gpu(index); })) {
   engine_->set_activity_source(process_stacks);
   Living& living = Living::instance();
   const std::lock_guard lock(living.mutex);
@@ -125,6 +128,30 @@ PyEngine::~PyEngine() {
   std::optional<py::gil_scoped_release> no_gil;
   if (PyGILState_Check()) no_gil.emplace();
   engine_.reset();
+}
+
+gpu::Gpu& PyEngine::gpu(int index) {
+  int current = gpu_.load();
+  if (current != index && (current >= 0 || !gpu_.compare_exchange_strong(current, index)) && current != index) {
+    invalid("a tensor is on cuda:" + std::to_string(index) + ", but this rank has used cuda:" +
+            std::to_string(current) + ", and a rank uses one GPU: start one rank per GPU and choose it first, by " +
+            "torch.cuda.set_device(fusewire.local_rank())");
+  }
+  return gpu::get(index);
+}
+
+OpenGpu PyEngine::open_gpu(int index) {
+  if (index < 0) index = expected_gpu_.load();
+  if (index < 0) {
+    throw Error(ErrorCode::kInvalidArgument, "other ranks communicate CUDA tensors, and this rank has no GPU");
+  }
+  OpenGpu result;
+  result.device = gpu(index).device();
+  result.nccl = find_nccl(&result.no_nccl);
+  result.make_plane = [](const OpenGpu& opened, const GpuPlaneOptions& options, Backend& cpu, std::string*) {
+    return make_staged_backend(opened.device, options, cpu);
+  };
+  return result;
 }
 
 std::string PyEngine::unnamed(std::string_view kind, uint32_t process_set) {

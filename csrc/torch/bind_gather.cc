@@ -54,23 +54,30 @@ Tensor with_rows(const Tensor& tensor, const char* what) {
   return checked(tensor);
 }
 
-// Results that the engine makes when their shapes are known.
-void let_engine_allocate(Submission& submission, Outcome& outcome, Inputs inputs) {
+// Results that the engine makes when their shapes are known: those on a GPU on its own stream, see Note [Streams of a
+// GPU].
+void let_engine_allocate(PyEngine& engine, Submission& submission, Outcome& outcome, Inputs inputs) {
   struct Memory {
     std::vector<c10::Storage> storages;
     std::shared_ptr<std::vector<Tensor>> made;
   };
   auto memory = std::make_shared<Memory>();
-  std::vector<at::ScalarType> types;
+  struct Kind {
+    at::ScalarType type;
+    const gpu::Gpu* gpu;  // null: on the CPU
+  };
+  std::vector<Kind> kinds;
   for (const Tensor& tensor : inputs.alive) {
     memory->storages.push_back(tensor.storage());
-    types.push_back(tensor.scalar_type());
+    kinds.push_back({tensor.scalar_type(), tensor.is_cuda() ? &engine.gpu(tensor.get_device()) : nullptr});
+    outcome.on_engine_stream = outcome.on_engine_stream || tensor.is_cuda();
   }
-  outcome.made = memory->made = std::make_shared<std::vector<Tensor>>(types.size());
+  outcome.made = memory->made = std::make_shared<std::vector<Tensor>>(kinds.size());
   submission.keep_alive = memory;
-  submission.allocate = [made = outcome.made, types = std::move(types)](size_t index, const Dims& shape) {
+  submission.allocate = [made = outcome.made, kinds = std::move(kinds)](size_t index, const Dims& shape) {
+    const auto [type, gpu] = kinds[index];
     Tensor& result = (*made)[index];
-    result = adapter::uninitialized(shape, types[index]);
+    result = gpu == nullptr ? adapter::uninitialized(shape, type) : gpu->allocate(shape, type);
     return adapter::write_view(result);
   };
 }
@@ -98,7 +105,7 @@ PyObject* allgather(PyObject*, PyObject* const* args, Py_ssize_t count) {
     submission.name = name_of(args[3], *engine, tensors.kind("allgather"), submission.process_set);
     Outcome outcome;
     outcome.is_list = tensors.grouped();
-    let_engine_allocate(submission, outcome, std::move(inputs));
+    let_engine_allocate(*engine, submission, outcome, std::move(inputs));
     return run(engine, std::move(submission), std::move(outcome), args[4] == Py_True);
   });
 }
@@ -152,7 +159,7 @@ PyObject* alltoall(PyObject*, PyObject* const* args, Py_ssize_t count) {
     submission.name = name_of(args[4], *engine, "alltoall", submission.process_set);
     Outcome outcome;
     outcome.with_splits = args[2] != Py_None;
-    let_engine_allocate(submission, outcome, std::move(inputs));
+    let_engine_allocate(*engine, submission, outcome, std::move(inputs));
     return run(engine, std::move(submission), std::move(outcome), args[5] == Py_True);
   });
 }
@@ -187,7 +194,8 @@ PyObject* reducescatter(PyObject*, PyObject* const* args, Py_ssize_t count) {
       const Tensor input = with_rows(*tensor, "reducescatter");
       Dims shape(input.sizes().begin(), input.sizes().end());
       shape[0] = input.size(0) / size + (index < input.size(0) % size ? 1 : 0);
-      const Tensor& output = outcome.results.emplace_back(adapter::uninitialized(shape, input.scalar_type()));
+      const Tensor& output =
+          outcome.results.emplace_back(adapter::uninitialized(shape, input.scalar_type(), input.device()));
       SubmittedTensor& submitted = inputs.add(input, submission);
       submitted.output = adapter::write_view(output);
       submitted.wire = adapter::wire_type(submitted.input.dtype, wire);

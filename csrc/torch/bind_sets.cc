@@ -34,12 +34,15 @@ PyObject* barrier(PyObject*, PyObject* const* args, Py_ssize_t count) {
   });
 }
 
-// join(engine) -> the last rank to join
+// join(engine, device) -> the last rank to join. Where this rank has used no GPU, operations of the others may need
+// one: the device, or the current one for -1.
 PyObject* join(PyObject*, PyObject* const* args, Py_ssize_t count) {
   return guarded([&] {
-    expect_arguments("join", count, 1);
+    expect_arguments("join", count, 2);
     PyEnginePtr holder;
     const PyEnginePtr& engine = engine_of(args[0], holder);
+    const auto device = static_cast<int>(rank_of(args[1], "device"));
+    engine->expect_gpu(device >= 0 ? device : gpu::current_index());
     Submission submission;
     submission.kind = OpKind::kJoin;
     const Handle handle = submit_and_wait(*engine, std::move(submission));

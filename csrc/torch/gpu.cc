@@ -109,8 +109,8 @@ void Gpu::record_use(const at::Tensor& tensor) const {
 const std::string& obstacle() {
   static const std::string none;
   static const std::string no_kernels =
-      "this build of Fusewire has no CUDA kernels (`fusewire info` says why), so it moves tensors of: cpu. Build it "
-      "where nvcc is: FUSEWIRE_CUDA=1 pip install --no-build-isolation .";
+      "this build of Fusewire has no CUDA kernels (`fusewire info` says why) and moves tensors of: cpu. Build it where "
+      "nvcc is: FUSEWIRE_CUDA=1 pip install --no-build-isolation .";
   static const std::string no_torch = "this torch has no CUDA: install one that has";
   if (Table::instance().maker.load() == nullptr) return no_kernels;
   return c10::impl::hasDeviceGuardImpl(c10::kCUDA) ? none : no_torch;

@@ -42,7 +42,10 @@ GradReducer::~GradReducer() {
 }
 
 void GradReducer::add(const std::vector<std::string>& names, const std::vector<at::Tensor>& parameters, bool missed) {
-  for (const at::Tensor& parameter : parameters) adapter::check_dense(parameter);
+  for (const at::Tensor& parameter : parameters) {
+    adapter::check_dense(parameter);
+    if (parameter.is_cuda()) gpu_of(parameter);
+  }
   size_t first = 0;
   {
     const std::lock_guard lock(mutex_);
@@ -130,9 +133,10 @@ void GradReducer::before_accumulate(size_t index) {
       return;
     }
     if (slot.present || !slot.reduced) return;
+    if (options_.op == ReduceOp::kAverage && options_.passes == 1) return;  // what is reduced again stays as it is
     if (!gradient.defined() || is_zero(gradient)) {
       slot.reduced = false;
-    } else if (options_.op != ReduceOp::kAverage || options_.passes > 1) {
+    } else {
       throw Error(ErrorCode::kInternal,
                   "the gradient of parameter '" + slot.name +
                       "' is reduced already, and another backward() would add local values to it, which can only be "
@@ -155,7 +159,10 @@ void GradReducer::after_accumulate(size_t index) {
       slot.late = true;
       unit.early = false;
     }
-    if (slot.fires > 1 || !unit.early || unit.handle || passes_done_ + 1 < options_.passes) return;
+    if (!unit.early || unit.handle || passes_done_ + 1 < options_.passes) return;
+    const at::Tensor& gradient = slot.parameter.grad();
+    if (gradient.is_cuda()) slot.ready = gpu_of(gradient).mark_current();
+    if (slot.fires > 1) return;
     if (++unit.arrived == unit.slots.size()) submit(unit);
   });
 }

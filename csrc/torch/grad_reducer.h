@@ -68,6 +68,13 @@ struct ReducerOptions {
 // the exchange the sparse ones, and the result is the sum of both. Exchanges of several optimizers run in the order of
 // their names, the same on every rank.
 //
+// Note [Gradients on a GPU]
+// A gradient that leaves from its hook is there once the stream has come so far that is current in the hook: the one of
+// its AccumulateGrad node, which need not be that of the others in its group. At the end of a pass, and outside of one,
+// all gradients are there for the current stream: autograd has made it wait for all others before it calls back. The
+// thread that waits for a window waits until everything is launched and makes its current stream wait for the results;
+// it never waits for the GPU.
+//
 // Lock order: mutex_ is never taken while the GIL is held, and nobody who holds it waits for it; torch may take the GIL
 // under it. It is held while waiting for results: who comes meanwhile has to wait for them as well.
 class GradReducer final : public BackwardListener, public std::enable_shared_from_this<GradReducer> {
@@ -117,6 +124,7 @@ class GradReducer final : public BackwardListener, public std::enable_shared_fro
     bool late = false;  // it has fired more often: never launch it from its hook again
 
     int fires = 0;         // in this pass
+    SharedEvent ready;     // on a GPU: the gradient is there, to be submitted from the hook
     bool present = false;  // it has fired in this window
     bool reduced = false;  // .grad holds the result of an earlier window, unless the user has reset it
     bool apart = false;    // in this window: see Note [Apart]
@@ -144,7 +152,8 @@ class GradReducer final : public BackwardListener, public std::enable_shared_fro
   void wait_window();
   void settle_aborted();
   void reset_window();
-  SubmittedTensor describe(Slot& slot, std::vector<at::Tensor>& alive);
+  SubmittedTensor describe(Slot& slot, std::vector<at::Tensor>& alive, std::vector<SharedEvent>& events);
+  at::Tensor reducible(const Slot& slot, const at::Tensor& gradient) const;
   bool is_apart(const Slot& slot) const;
   void settle(Slot& slot, bool skipped);
   void drop_gradients();
@@ -154,6 +163,8 @@ class GradReducer final : public BackwardListener, public std::enable_shared_fro
   void reduce_again();
   void exchange();
   Submission submission(std::string name) const;
+  Handle launch(Submission submission, bool wake, std::vector<SharedEvent> events = {});
+  gpu::Gpu& gpu_of(const at::Tensor& tensor) const { return options_.engine->gpu(tensor.get_device()); }
   Engine& engine() const { return options_.engine->get(); }
 
   void release(size_t slot);

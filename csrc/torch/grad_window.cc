@@ -5,6 +5,7 @@
 #include <exception>
 #include <utility>
 
+#include "torch/gpu_order.h"
 #include "torch/grad_reducer.h"
 #include "torch/profile.h"
 #include "torch/python_errors.h"
@@ -16,18 +17,6 @@ namespace {
 // Gradients submitted from hooks wake the coordinator thread only when this much has gathered: waking it costs more
 // than a small tensor, and the thread that runs backward drives the engine itself at the end.
 constexpr int64_t kWakeBytes = 1 << 20;
-
-// `gradient` itself where it can be reduced in place, else a dense one in the parameter's layout.
-at::Tensor reducible(const at::Tensor& parameter, const at::Tensor& gradient) {
-  at::NoGradGuard no_grad;
-  at::Tensor dense = adapter::resolved(gradient.layout() == at::kStrided ? gradient : gradient.to_dense());
-  if (adapter::overlaps_itself(dense)) {
-    const at::Tensor copy = at::empty_like(parameter, gradient.options().layout(at::kStrided));
-    copy.copy_(dense);
-    dense = copy;
-  }
-  return dense;
-}
 
 [[noreturn]] void throw_frozen(const std::string& name) {
   throw Error(ErrorCode::kInternal, "parameter '" + name +
@@ -54,32 +43,59 @@ Submission GradReducer::submission(std::string name) const {
   return result;
 }
 
+Handle GradReducer::launch(Submission submission, bool wake, std::vector<SharedEvent> events) {
+  gpu::follow_current(*options_.engine, submission, std::move(events));
+  profile(submission);
+  return engine().submit(std::move(submission), wake);
+}
+
+// `gradient` itself where it can be reduced in place, else a dense one in the parameter's layout.
+at::Tensor GradReducer::reducible(const Slot& slot, const at::Tensor& gradient) const {
+  const bool strided = gradient.layout() == at::kStrided;
+  if (strided && !gradient.is_conj() && !gradient.is_neg() && !adapter::overlaps_itself(gradient)) return gradient;
+  if (slot.ready) gpu_of(gradient).hold_up_current(*slot.ready);
+  at::NoGradGuard no_grad;
+  at::Tensor dense = adapter::resolved(strided ? gradient : gradient.to_dense());
+  if (adapter::overlaps_itself(dense)) {
+    const at::Tensor copy = at::empty_like(slot.parameter, gradient.options().layout(at::kStrided));
+    copy.copy_(dense);
+    dense = copy;
+  }
+  return dense;
+}
+
 void GradReducer::submit(Unit& unit) {
   Submission result = submission(unit.name);
   result.tensors.reserve(unit.slots.size());
   std::vector<at::Tensor> alive;
   alive.reserve(unit.slots.size());
-  for (const size_t index : unit.slots) result.tensors.push_back(describe(slots_[index], alive));
+  std::vector<SharedEvent> events;
+  for (const size_t index : unit.slots) result.tensors.push_back(describe(slots_[index], alive, events));
   for (const at::Tensor& tensor : alive) unannounced_ += static_cast<int64_t>(tensor.nbytes());
   result.keep_alive = adapter::keep_alive(alive);
   const bool wake = pass_open_ && unannounced_ >= kWakeBytes;
   if (wake) unannounced_ = 0;
-  profile(result);
-  unit.handle = engine().submit(std::move(result), wake);
+  unit.handle = launch(std::move(result), wake, std::move(events));
 }
 
-SubmittedTensor GradReducer::describe(Slot& slot, std::vector<at::Tensor>& alive) {
+SubmittedTensor GradReducer::describe(Slot& slot, std::vector<at::Tensor>& alive, std::vector<SharedEvent>& events) {
   SubmittedTensor result;
   at::Tensor& gradient = slot.parameter.mutable_grad();
   if (discard_ || !slot.owned) {
     result.input = result.output = shape_of(slot.parameter);
     result.absent = true;
   } else if (gradient.defined() && !is_apart(slot)) {
-    const at::Tensor dense = reducible(slot.parameter, gradient);
-    if (!dense.is_same(gradient)) gradient = dense;
+    const at::Tensor dense = reducible(slot, gradient);
+    const bool copied = !dense.is_same(gradient);
+    if (copied) gradient = dense;
     slot.output.reset();
     adapter::bump_version(dense);
-    result.input = result.output = adapter::write_view(dense);
+    result.input = adapter::write_view(dense);
+    if (slot.ready && !copied) {
+      result.input.ready_event = slot.ready->get();
+      events.push_back(slot.ready);
+    }
+    result.output = result.input;
     result.absent = !slot.present;
     alive.push_back(dense);
   } else {
@@ -106,6 +122,7 @@ bool GradReducer::is_apart(const Slot& slot) const {
 
 void GradReducer::submit_window() {
   try {
+    for (Slot& slot : slots_) slot.ready = nullptr;  // what is current now knows: see Note [Gradients on a GPU]
     for (Unit& unit : units_) {
       const bool ours =
           std::any_of(unit.slots.begin(), unit.slots.end(), [this](size_t index) { return slots_[index].owned; });
@@ -143,8 +160,7 @@ void GradReducer::submit_flags() {
   if (discard_) flags[3 * count] = 1 + engine().rank();
   tensor.absent = std::all_of(flags, flags + 3 * count + 1, [](int32_t flag) { return flag == 0; });
   result.keep_alive = adapter::keep_alive(flags_);
-  profile(result);
-  flags_handle_ = engine().submit(std::move(result), false);
+  flags_handle_ = launch(std::move(result), false);
 }
 
 bool GradReducer::flagged(Flag flag, size_t slot) const {
@@ -180,6 +196,7 @@ void GradReducer::wait_window() {
     } catch (const Error&) {
       failed = std::current_exception();  // one tensor's error does not take the others' results away
     }
+    gpu::hold_up_current(*options_.engine, handles);
     for (const Unit& unit : units_) {
       if (!unit.handle || !unit.handle->done() || !unit.handle->ok()) continue;
       const std::vector<bool>& skipped = unit.handle->skipped();
@@ -217,7 +234,7 @@ void GradReducer::reduce_again() {
     if (!flagged(Flag::kAgain, i)) continue;
     const bool mine = slot.set_aside.defined();
     const at::Tensor second =
-        mine ? reducible(slot.parameter, slot.set_aside) : adapter::uninitialized_like(slot.parameter.detach());
+        mine ? reducible(slot, slot.set_aside) : adapter::uninitialized_like(slot.parameter.detach());
     Submission result = submission(options_.prefix + "/again/" + slot.name);
     SubmittedTensor& tensor = result.tensors.emplace_back();
     tensor.input = tensor.output = adapter::write_view(second);
@@ -225,11 +242,11 @@ void GradReducer::reduce_again() {
     tensor.absent = !mine;
     tensor.wire = adapter::wire_type(tensor.input.dtype, options_.wire);
     result.keep_alive = adapter::keep_alive(second);
-    profile(result);
-    handles.push_back(engine().submit(std::move(result), false));
+    handles.push_back(launch(std::move(result), false));
     seconds.emplace_back(&slot, second);
   }
   engine().wait_all(handles, binding::check_signals);
+  gpu::hold_up_current(*options_.engine, handles);
   for (const auto& [slot, second] : seconds) {
     at::Tensor& gradient = slot->parameter.mutable_grad();
     if (!discard_ && slot->owned && gradient.defined()) gradient.add_(second);
@@ -253,7 +270,7 @@ void GradReducer::exchange() {
     if (slot.owned && gradient.defined()) {
       const bool sparse = gradient.layout() != at::kStrided;
       if (dense) {
-        item.value = reducible(slot.parameter, gradient);
+        item.value = reducible(slot, gradient);
       } else if (sparse) {
         item.value = gradient;
       }
@@ -288,6 +305,7 @@ void GradReducer::reset_window() {
   for (Slot& slot : slots_) {
     slot.present = false;
     slot.fires = 0;
+    slot.ready = nullptr;
     slot.apart = slot.settled = false;
     slot.set_aside.reset();
     slot.dense.reset();

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "torch/gpu_order.h"
 #include "torch/profile.h"
 #include "torch/python_errors.h"
 
@@ -37,7 +38,7 @@ PyObject* handle_wait(PyObject* self, PyObject*) {
 PyObject* handle_done(PyObject* self, PyObject*) {
   return guarded([self]() -> PyObject* {
     Operation& operation = operation_of(self);
-    return PyBool_FromLong(operation.engine->get().poll(operation.handle));
+    return PyBool_FromLong(operation.engine->get().poll(operation.handle) && operation.handle->reached());
   });
 }
 
@@ -59,10 +60,11 @@ void handle_dealloc(PyObject* self) {
 PyMethodDef handle_methods[] = {
     {"wait", handle_wait, METH_NOARGS,
      "wait() -> Tensor | list[Tensor] | tuple[Tensor, Tensor] | None\n\nBlocks until the operation is done and returns "
-     "its result: the input "
-     "tensor itself for an in-place operation. Raises the operation's error (TensorMismatchError, PeerLostError, ...). "
-     "May be called again."},
-    {"done", handle_done, METH_NOARGS, "done() -> bool\n\nWhether the operation has finished or failed. Never blocks."},
+     "its result: the input tensor itself for an in-place operation. Of CUDA tensors, until all ranks have agreed and "
+     "the work is launched: the caller's current stream then waits for it, the caller does not. Raises the operation's "
+     "error (TensorMismatchError, PeerLostError, ...). May be called again, also with another stream current."},
+    {"done", handle_done, METH_NOARGS,
+     "done() -> bool\n\nWhether the operation has finished or failed, on the GPU as well. Never blocks."},
     {"_extents", handle_extents, METH_NOARGS,
      "_extents() -> list[int]\n\nOnce done: how many rows came from each member, for one tensor after the other."},
     {nullptr, nullptr, 0, nullptr}};
@@ -101,6 +103,17 @@ PyObject* wrap(const Outcome& outcome, const HandleState& handle) {
   return list.release().ptr();
 }
 
+// For the current stream: waits for the results, and uses their memory from now on.
+void hold_up_current(PyEngine& engine, const Outcome& outcome, const Handle& handle) {
+  if (!handle->event()) [[likely]]
+    return;
+  gpu::hold_up_current(engine, {&handle, 1});
+  if (!outcome.on_engine_stream) return;
+  for (const at::Tensor& tensor : outcome.results) {
+    if (tensor.is_cuda()) engine.gpu().record_use(tensor);
+  }
+}
+
 }  // namespace
 
 PyObject* finish(PyEngine& engine, const Handle& handle, Outcome& outcome) {
@@ -108,8 +121,9 @@ PyObject* finish(PyEngine& engine, const Handle& handle, Outcome& outcome) {
     py::gil_scoped_release no_gil;
     engine.get().wait(handle, check_signals);
   }
-  handle->drop_keep_alive();
   if (outcome.made) outcome.results = std::move(*std::exchange(outcome.made, nullptr));
+  hold_up_current(engine, outcome, handle);
+  handle->drop_keep_alive();
   if (!outcome.copy_back.empty()) {
     at::NoGradGuard no_grad;
     for (const auto& [from, to] : outcome.copy_back) to.copy_(from);
@@ -119,6 +133,7 @@ PyObject* finish(PyEngine& engine, const Handle& handle, Outcome& outcome) {
 }
 
 PyObject* run(const PyEnginePtr& engine, Submission submission, Outcome outcome, bool wait) {
+  gpu::follow_current(*engine, submission);
   profile(submission);
   Handle handle = engine->get().submit(std::move(submission), !wait);
   return wait ? finish(*engine, handle, outcome) : make_handle(engine, std::move(handle), std::move(outcome));

@@ -17,14 +17,16 @@ struct Outcome {
   // Allgather, alltoall: the engine makes the results as soon as it knows their shapes, and puts them here (one per
   // tensor). finish() moves them to `results`.
   std::shared_ptr<std::vector<at::Tensor>> made;
-  bool is_list = false;      // a grouped operation answers with a list
-  bool is_none = false;      // a barrier answers with None
-  bool with_splits = false;  // an alltoall with splits answers with (output, rows received from each member)
+  bool on_engine_stream = false;  // ... and it has made CUDA tensors
+  bool is_list = false;           // a grouped operation answers with a list
+  bool is_none = false;           // a barrier answers with None
+  bool with_splits = false;       // an alltoall with splits answers with (output, rows received from each member)
   // In-place on conj() or neg() views: the plain copy that was communicated, and where it belongs.
   std::vector<std::pair<at::Tensor, at::Tensor>> copy_back;
 };
 
-// Waits without the GIL, settles the copies and returns the results as a new reference. Throws the operation's error.
+// Waits without the GIL, settles the copies and returns the results as a new reference. CUDA tensors are waited for
+// until the work is launched, and by the current stream from then on. Throws the operation's error.
 PyObject* finish(PyEngine& engine, const Handle& handle, Outcome& outcome);
 
 // Submits; then waits and returns the results, or returns a Handle.

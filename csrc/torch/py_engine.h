@@ -3,13 +3,14 @@
 
 #include <torch/csrc/utils/pybind.h>
 
-#include <array>
+#include <atomic>
 #include <memory>
 #include <string>
 #include <string_view>
 #include <unordered_map>
 
 #include "engine/engine.h"
+#include "torch/gpu.h"
 
 namespace fusewire::binding {
 
@@ -21,6 +22,13 @@ class PyEngine {
   PyEngine& operator=(const PyEngine&) = delete;
 
   Engine& get() { return *engine_; }
+
+  // GPU number `index`, which is this engine's one and only from now on. Throws Error(kInvalidArgument) where it has
+  // another one, and what gpu::get() throws. Any thread.
+  gpu::Gpu& gpu(int index);
+  gpu::Gpu& gpu() { return gpu::get(gpu_.load()); }  // once it has one
+  // The one to use where only others have CUDA tensors; -1: none.
+  void expect_gpu(int index) { expected_gpu_.store(index); }
 
   // "allreduce.noname.3": the third unnamed operation of that kind in that process set. Ranks that call in the same
   // order choose the same names. Needs the GIL, which orders the callers.
@@ -34,6 +42,10 @@ class PyEngine {
   std::string next_optimizer(uint32_t process_set) { return "opt" + std::to_string(optimizers_[process_set]++); }
 
  private:
+  OpenGpu open_gpu(int index);  // see GpuOpener
+
+  std::atomic<int> gpu_{-1};  // -1: none yet
+  std::atomic<int> expected_gpu_{-1};
   std::unique_ptr<Engine> engine_;
   std::unordered_map<uint32_t, uint64_t> optimizers_;
   std::unordered_map<std::string, uint64_t> counters_;

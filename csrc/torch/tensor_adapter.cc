@@ -11,6 +11,7 @@
 #include <utility>
 
 #include "common/error.h"
+#include "torch/gpu.h"
 
 namespace fusewire::adapter {
 namespace {
@@ -23,6 +24,7 @@ TensorView make_view(const at::Tensor& tensor, void* data) {
   TensorView view;
   view.data = data;
   view.dtype = data_type(tensor);
+  if (tensor.is_cuda()) view.device = {DeviceType::kCuda, static_cast<int8_t>(tensor.get_device())};
   const auto sizes = tensor.sizes();
   const auto strides = tensor.strides();
   view.sizes.assign(sizes.begin(), sizes.end());
@@ -81,10 +83,10 @@ void check_dense(const at::Tensor& tensor) {
                 "only dense tensors (layout torch.strided) can be communicated, got a sparse, quantized or nested one; "
                 "convert it with to_dense() or dequantize()");
   }
-  if (tensor.device().type() != at::kCPU) {
-    throw Error(ErrorCode::kInvalidArgument,
-                "the tensor is on device " + tensor.device().str() + "; this build of Fusewire moves tensors of: cpu");
-  }
+  if (tensor.is_cpu()) return;
+  const std::string where = "the tensor is on device " + tensor.device().str() + "; ";
+  if (!tensor.is_cuda()) throw Error(ErrorCode::kInvalidArgument, where + "Fusewire moves tensors of: cpu, cuda");
+  if (!gpu::obstacle().empty()) throw Error(ErrorCode::kInvalidArgument, where + gpu::obstacle());
 }
 
 TensorView read_view(const at::Tensor& tensor) {
@@ -118,7 +120,11 @@ at::Tensor resolved(const at::Tensor& tensor) {
   return tensor.resolve_conj().resolve_neg();
 }
 
-at::Tensor uninitialized(at::IntArrayRef shape, at::ScalarType type) {
+at::Tensor uninitialized(at::IntArrayRef shape, at::ScalarType type, at::Device device) {
+  if (!device.is_cpu()) {
+    const at::NoGradGuard no_grad;
+    return at::empty(shape, at::TensorOptions(type).device(device));
+  }
   at::Tensor result(at::detail::empty_cpu(shape, type));
   // Memory this large comes fresh from the kernel, and a fault for each of its small pages would cost more than the
   // collective itself. Advice only: it may be refused.

@@ -18,7 +18,7 @@ DataType data_type(const at::Tensor& tensor);
 DataType wire_type(DataType dtype, std::optional<DataType> wire);
 
 // Throws Error(kInvalidType) for a tensor that is undefined, sparse, quantized, nested or of an unknown type, and
-// Error(kInvalidArgument) for one on a device that no data plane of this build serves.
+// Error(kInvalidArgument) for one on a device that this build does not serve.
 void check_dense(const at::Tensor& tensor);
 
 // A view for reading, respectively writing. The tensor must be dense, with conj() and neg() resolved.
@@ -31,10 +31,10 @@ bool overlaps_itself(const at::Tensor& tensor);
 // The tensor itself, or a plain copy where it is a lazily conjugated or negated view.
 at::Tensor resolved(const at::Tensor& tensor);
 
-// A new contiguous CPU tensor.
-at::Tensor uninitialized(at::IntArrayRef shape, at::ScalarType type);
+// A new contiguous tensor.
+at::Tensor uninitialized(at::IntArrayRef shape, at::ScalarType type, at::Device device = at::kCPU);
 
-// A new tensor with the shape, type and layout of `tensor`.
+// A new tensor with the shape, type, layout and device of `tensor`.
 at::Tensor uninitialized_like(const at::Tensor& tensor);
 
 // Tells autograd that the tensor is written behind its back.

@@ -120,7 +120,7 @@ class DeltaAttachment(Attachment):
 
     def _agree(self, flags: list[bool]) -> list[bool]:
         """Each flag: whether it is set on some rank."""
-        tensor = torch.tensor(flags, dtype=torch.uint8)
+        tensor = torch.tensor(flags, dtype=torch.uint8, device="cpu")
         name = f"{self._prefix}/moved"
         _core.allreduce(self._engine, tensor, True, None, _core.MAX, 1.0, 1.0, self._set_id, name, None, True)
         return [bool(flag) for flag in tensor.tolist()]

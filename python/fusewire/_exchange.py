@@ -57,8 +57,8 @@ def combine_rows(wire: Wire, tables: Sequence[torch.Tensor]) -> list[torch.Tenso
 
     Three operations, whatever the number of tensors: counts, thin tables, full ones.
     """
-    counts = torch.zeros((wire.size, len(tables)), dtype=torch.int64)
-    counts[wire.rank] = torch.tensor([table.indices().shape[1] for table in tables])
+    counts = torch.zeros((wire.size, len(tables)), dtype=torch.int64, device="cpu")
+    counts[wire.rank] = torch.tensor([table.indices().shape[1] for table in tables], device="cpu")
     (counts,) = wire.sum([counts])
     full = [int(total) > DENSE_SHARE * len(table) for total, table in zip(counts.sum(0), tables, strict=True)]
     thin_ones = [table for table, yes in zip(tables, full, strict=True) if not yes]
@@ -78,7 +78,7 @@ def _or_zeros(parameter: torch.Tensor, value: torch.Tensor | None) -> torch.Tens
 def _rows(parameter: torch.Tensor, value: torch.Tensor | None) -> torch.Tensor:
     """`value` as a coalesced tensor of rows; duplicates are added in a wide type."""
     if value is None:
-        empty = torch.empty((1, 0), dtype=torch.int64)
+        empty = torch.empty((1, 0), dtype=torch.int64, device=parameter.device)
         return _coalesced(empty, parameter.new_empty((0, *parameter.shape[1:])), parameter.shape)
     if value.layout != torch.sparse_coo or value.sparse_dim() != 1:
         value = value.to_dense().to_sparse(1)

@@ -60,12 +60,12 @@ def broadcast_object(
     `name` distinguishes calls that are in flight at the same time. Only unpickle from ranks you trust.
     """
     mine = _is_root(root_rank, engine)
-    payload = torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8) if mine else torch.empty(0, dtype=torch.uint8)
-    length = torch.tensor([payload.numel()], dtype=torch.int64)
+    payload = _bytes_of(obj) if mine else torch.empty(0, dtype=torch.uint8, device="cpu")
+    length = torch.tensor([payload.numel()], dtype=torch.int64, device="cpu")
     prefix = name or "broadcast_object"
     ops.broadcast_(length, root_rank, f"{prefix}.length", process_set, engine=engine)
     if not mine:
-        payload = torch.empty(int(length), dtype=torch.uint8)
+        payload = torch.empty(int(length), dtype=torch.uint8, device="cpu")
     ops.broadcast_(payload, root_rank, f"{prefix}.payload", process_set, engine=engine)
     return obj if mine else pickle.loads(payload.numpy().tobytes())
 
@@ -78,9 +78,12 @@ def allgather_object(
     `name` distinguishes calls that are in flight at the same time. Only unpickle from ranks you trust. A rank that has
     joined is left out.
     """
-    payload = torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8)
+    payload = _bytes_of(obj)
     lengths, payloads = gather.grouped_allgather(
-        [torch.tensor([payload.numel()]), payload], name or "allgather_object", process_set, engine=engine
+        [torch.tensor([payload.numel()], device="cpu"), payload],
+        name or "allgather_object",
+        process_set,
+        engine=engine,
     )
     return [pickle.loads(part.numpy().tobytes()) for part in payloads.split(lengths.tolist())]
 
@@ -113,13 +116,13 @@ def broadcast_optimizer_state(
     )
     theirs = [len(group["params"]) for group in described["param_groups"]]
     ours = [len(group["params"]) for group in optimizer.param_groups]
-    agree = torch.tensor([int(ours == theirs)])
+    agree = torch.tensor([int(ours == theirs)], device="cpu")
     ops.allreduce_(agree, op=ops.Min, name="broadcast_optimizer_state.agree", process_set=process_set, engine=engine)
     if not int(agree):
         raise ValueError(
             f"the optimizers differ: rank {root_rank}'s parameter groups have {theirs} parameters, this rank's {ours}"
         )
-    state = optimizer.state_dict() if mine else _create(described, tensors)
+    state = optimizer.state_dict() if mine else _create(described, tensors, _gpu_of(optimizer))
     _wait_for_all(
         ops.broadcast_async_(tensor, root_rank, f"broadcast_optimizer_state.{index}", process_set, engine=engine)
         for index, tensor in enumerate(tensors)
@@ -131,6 +134,11 @@ def broadcast_optimizer_state(
 def _is_root(root_rank: int, engine: _core.Engine | None) -> bool:
     running = engine if engine is not None else _core.get_default_engine()
     return running is not None and running.rank == root_rank  # without an engine the operation itself says so
+
+
+def _bytes_of(obj: Any) -> torch.Tensor:
+    """The pickled object. In host memory, whatever torch's default device is."""
+    return torch.frombuffer(bytearray(_dumps(obj)), dtype=torch.uint8)
 
 
 def _dumps(obj: Any) -> bytes:
@@ -161,8 +169,9 @@ class _Shape:
         self.size, self.stride = tuple(tensor.shape), tensor.stride()
         self.dtype, self.device = tensor.dtype, tensor.device.type
 
-    def create(self) -> torch.Tensor:
-        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=self.device)
+    def create(self, gpu: torch.device) -> torch.Tensor:
+        device = gpu if self.device == gpu.type else self.device
+        return torch.empty_strided(self.size, self.stride, dtype=self.dtype, device=device)
 
 
 def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -177,17 +186,23 @@ def _describe(value: Any, tensors: list[torch.Tensor]) -> Any:
     return value
 
 
-def _create(value: Any, tensors: list[torch.Tensor]) -> Any:
-    """The way back, with new tensors, in the same order."""
+def _create(value: Any, tensors: list[torch.Tensor], gpu: torch.device) -> Any:
+    """The way back, with new tensors, in the same order; those of a GPU on this one."""
     if isinstance(value, _Shape):
-        tensors.append(value.create())
+        tensors.append(value.create(gpu))
         assert len(tensors) == value.index + 1
         return tensors[-1]
     if isinstance(value, dict):
-        return {key: _create(item, tensors) for key, item in value.items()}
+        return {key: _create(item, tensors, gpu) for key, item in value.items()}
     if type(value) in (list, tuple):
-        return type(value)(_create(item, tensors) for item in value)
+        return type(value)(_create(item, tensors, gpu) for item in value)
     return value
+
+
+def _gpu_of(optimizer: torch.optim.Optimizer) -> torch.device:
+    """Where its parameters on a GPU lie: need not be torch's current one."""
+    parameters = (parameter for group in optimizer.param_groups for parameter in group["params"])
+    return next((parameter.device for parameter in parameters if parameter.is_cuda), torch.device("cuda"))
 
 
 def _load(optimizer: torch.optim.Optimizer, state: dict[str, Any], defaults: dict[str, Any]) -> None:

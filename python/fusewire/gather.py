@@ -292,7 +292,7 @@ class _Alltoall(torch.autograd.Function):
         result = handle.wait()
         ctx.received = handle._extents()
         ctx.rows = tensor.shape[0]
-        output, received = (result, torch.tensor(ctx.received)) if splits is None else result
+        output, received = (result, torch.tensor(ctx.received, device="cpu")) if splits is None else result
         ctx.mark_non_differentiable(received)
         return output, received
 

@@ -284,12 +284,13 @@ def join(device: int = -1, *, engine: _core.Engine | None = None) -> int:
     exists here as well, but no ProcessSet stands for it: to use it on this rank, all ranks add the same ranks again.
 
     Args:
-        device: accepted for Horovod's sake and not needed.
+        device: the GPU for what is communicated meanwhile from the others' GPUs, if this rank has used none so far;
+            -1: the current one.
 
     Returns the last rank that joined, the same number on every rank. With it the others can take over the weights of
     the rank that has seen most data: `broadcast_parameters(model.state_dict(), root_rank=join())`.
     """
-    last = _core.join(engine)
+    last = _core.join(engine, device)
     running = engine if engine is not None else _core.get_default_engine()
     if running is not None:
         forget_removed(running)
@@ -297,12 +298,15 @@ def join(device: int = -1, *, engine: _core.Engine | None = None) -> int:
 
 
 def synchronize(handle: Handle) -> Any:
-    """Waits for an asynchronous operation and returns its result, as `handle.wait()` does."""
+    """Waits for an asynchronous operation and returns its result, as `handle.wait()` does.
+
+    For CUDA tensors the caller waits until the operation is launched, and the current stream for its results.
+    """
     return handle.wait()
 
 
 def poll(handle: Handle) -> bool:
-    """Whether `synchronize` would return at once, as `handle.done()` says. Never blocks."""
+    """Whether the result is there, on the GPU as well, as `handle.done()` says. Never blocks."""
     return handle.done()
 
 
@@ -394,5 +398,6 @@ class _Broadcast(torch.autograd.Function):
         total = _Allreduce.apply(_of_gradient(options), gradient)
         engine = ctx.engine if ctx.engine is not None else _core.get_default_engine()
         if engine.rank != ctx.root_rank:
-            total = total.masked_fill(torch.tensor(True), 0)  # part of the graph all the same
+            everything = torch.ones((), dtype=torch.bool, device=total.device)
+            total = total.masked_fill(everything, 0)  # part of the graph all the same
         return total, None, None, None, None

@@ -273,7 +273,7 @@ class GradientAttachment(Attachment):
         if isinstance(loss, torch.Tensor) and (loss.is_floating_point() or loss.is_complex()):
             return self._allreduce(loss.detach())
         if isinstance(loss, float):
-            return self._allreduce(torch.tensor(loss, dtype=torch.float64)).item()
+            return self._allreduce(torch.tensor(loss, dtype=torch.float64, device="cpu")).item()
         return loss
 
     def _allreduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -43,7 +43,7 @@ def sparse_allreduce_async(
     if op not in (Average, Sum):
         raise ValueError(f"sparse tensors can be combined by Average and Sum, not by {op!r}")
     own = tensor.detach().coalesce()
-    shape = torch.tensor([[*own.shape, own.sparse_dim()]])
+    shape = torch.tensor([[*own.shape, own.sparse_dim()]], device="cpu")
     parts = [own.indices().t(), own.values(), shape]
     handle = grouped_allgather_async(parts, name, process_set, engine=engine)
     running = engine if engine is not None else _core.get_default_engine()

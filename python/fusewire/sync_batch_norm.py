@@ -21,9 +21,9 @@ class SyncBatchNorm(torch.nn.modules.batchnorm._BatchNorm):
 
     Input and output have shape (N, C, ...), two to five dimensions; N may differ between the ranks and may be 0. Any
     floating dtype and memory format; statistics are computed in float32 or wider and combined in float64. In training
-    every rank must run it equally often, forward and backward; each is one small operation. In eval mode, or in a job
-    of one rank, it is an ordinary batch norm. The gradients of weight and bias are this rank's part: what
-    DistributedOptimizer expects.
+    every rank must run it equally often, forward and backward; each is one small operation, and never waits for a GPU.
+    In eval mode, or in a job of one rank, it is an ordinary batch norm. The gradients of weight and bias are this
+    rank's part: what DistributedOptimizer expects.
 
     Args:
         num_features: C.
@@ -144,13 +144,18 @@ class _Normalise(torch.autograd.Function):
         channels = x.shape[1]
         dims = [d for d in range(x.dim()) if d != 1]
         count = x.numel() // channels
-        row = torch.zeros(2 * channels + 1, dtype=torch.float64)
+        row = torch.zeros(2 * channels + 1, dtype=torch.float64, device=x.device)
         if count:
             variance, mean = torch.var_mean(wide, dims, correction=0)
             row[:channels], row[channels:-1], row[-1] = mean, variance, count
-        rows = _gather(row, f"{name}.forward", process_set)
+        if x.is_cpu:
+            rows = _gather(row, f"{name}.forward", process_set)
+            total = float(rows[:, -1].sum())
+        else:  # the host needs the counts as well, and reading them from a GPU would make it wait for that
+            own = torch.full((1,), count, dtype=torch.float64, device="cpu")
+            rows, totals = _gather_both(row, own, f"{name}.forward", process_set)
+            total = float(totals.sum())
         means, variances, counts = rows[:, :channels], rows[:, channels:-1], rows[:, -1:]
-        total = float(counts.sum())
         if total < 2:
             raise ValueError(f"expected more than 1 value per channel on all ranks together, got {total:.0f}")
         # Each rank's values lie around its own mean, and the means around the common one (Chan et al., 1979).
@@ -190,3 +195,8 @@ class _Normalise(torch.autograd.Function):
 def _gather(row: torch.Tensor, name: str, process_set: ProcessSet) -> torch.Tensor:
     """The rows of all ranks, in the order of the ranks."""
     return gather.allgather(row[None], name=name, process_set=process_set)
+
+
+def _gather_both(row: torch.Tensor, own: torch.Tensor, name: str, process_set: ProcessSet) -> list[torch.Tensor]:
+    """The same, as one operation, for a row on a GPU and one number in host memory."""
+    return gather.grouped_allgather([row[None], own], name=name, process_set=process_set)

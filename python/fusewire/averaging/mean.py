@@ -134,7 +134,7 @@ def _plain(tensors: list[torch.Tensor], size: int, options: dict[str, Any]) -> N
     A rank that has joined (`fusewire.join`) brings zeros, and a sum that is divided by the number of all ranks would
     be too small: the mean of a 1 from everybody tells.
     """
-    there = torch.ones(())
+    there = torch.ones((), device="cpu")
     ops.grouped_allreduce_([*tensors, there], name=NAME, **options)
     count = round(float(there) * size)
     if count < size:
@@ -154,7 +154,7 @@ def _plain(tensors: list[torch.Tensor], size: int, options: dict[str, Any]) -> N
 
 def _weighted(tensors: list[torch.Tensor], weights: Weights, peers: Peers, options: dict[str, Any]) -> None:
     own, problem = _own_weight(weights, peers)
-    shared = torch.tensor([math.nan if problem else own], dtype=torch.float64)
+    shared = torch.tensor([math.nan if problem else own], dtype=torch.float64, device="cpu")
     shapes = [torch.empty((0, *tensor.shape), dtype=tensor.dtype, device=tensor.device) for tensor in tensors]
     try:
         ops.grouped_allreduce_([*shapes, shared], op=ops.Sum, name=NAME, **options)
