@@ -6,6 +6,7 @@
 #include "kernels/kernels.h"
 #include "torch/bind_gpu.h"
 #include "torch/bind_hooks.h"
+#include "torch/bind_kernels.h"
 #include "torch/bind_ops.h"
 #include "torch/bind_planes.h"
 #include "torch/handle_object.h"
@@ -59,4 +60,5 @@ PYBIND11_MODULE(_core, module) {
   register_stacks(module);
   register_planes(module);
   register_gpu(module);
+  register_kernels(module);
 }

@@ -3,10 +3,13 @@
 Whatever the body returns must be bitwise equal on all ranks. Asserts in it work as anywhere, and a failure names its
 rank. Keywords: `timeout` (seconds), `fresh=True` (shutdown and init around it, for bodies that break the engine),
 `init={...}` (keywords of that init) and `cuda=True` (ranks that have a GPU: a real one, or the stand-in fake_cuda,
-which also finds every wait between streams that is missing).
+which also finds every wait between streams that is missing). Those are marked `cuda`: `-m cuda` runs them alone.
 """
 
 import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent / "python"))  # what tests import, their ranks too
 
 import cloudpickle
 import jobs
@@ -16,6 +19,13 @@ import rank_pool
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "ranks(*sizes, timeout, fresh, init, cuda): run the body on that many ranks")
+    config.addinivalue_line("markers", "cuda: on ranks with a GPU, or with the stand-in")
+
+
+def pytest_itemcollected(item):
+    marker = item.get_closest_marker("ranks")
+    if marker and marker.kwargs.get("cuda"):
+        item.add_marker("cuda")
 
 
 def pytest_generate_tests(metafunc):
