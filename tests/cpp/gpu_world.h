@@ -17,8 +17,9 @@ namespace fusewire::testing {
 // A GPU, and what it has found wrong when it goes.
 class GpuOfRank {
  public:
-  explicit GpuOfRank(uint64_t seed)
-      : cuda(std::make_shared<CudaDouble>(seed)), device(std::make_shared<GpuDevice>(cuda, 0, cuda->create_stream())) {}
+  explicit GpuOfRank(uint64_t seed, std::shared_ptr<CudaWorld> world = nullptr)
+      : cuda(std::make_shared<CudaDouble>(seed, std::move(world))),
+        device(std::make_shared<GpuDevice>(cuda, 0, cuda->create_stream())) {}
 
   // One sentence per mistake, "" if there was none.
   std::string mistakes() const {

@@ -49,6 +49,26 @@ enum class NcclType : int {
   kBfloat16 = 9,
 };
 
+constexpr size_t width_of(NcclType type) {
+  switch (type) {
+    case NcclType::kInt8:
+    case NcclType::kUint8:
+      return 1;
+    case NcclType::kFloat16:
+    case NcclType::kBfloat16:
+      return 2;
+    case NcclType::kInt32:
+    case NcclType::kUint32:
+    case NcclType::kFloat32:
+      return 4;
+    case NcclType::kInt64:
+    case NcclType::kUint64:
+    case NcclType::kFloat64:
+      return 8;
+  }
+  return 0;
+}
+
 enum class NcclOp : int { kSum = 0, kProd = 1, kMax = 2, kMin = 3 };
 
 struct NcclConfig {

@@ -22,7 +22,14 @@ size_t bytes_of(DataType type) {
 
 }  // namespace
 
+thread_local const CudaDouble* CudaDouble::current_ = nullptr;
+
+CudaDouble::CudaDouble(uint64_t seed, std::shared_ptr<CudaWorld> world) : world_(std::move(world)), random_(seed) {
+  if (world_) world_->add(*this);
+}
+
 CudaDouble::~CudaDouble() {
+  if (world_) world_->remove(*this);
   const std::lock_guard lock(mutex_);
   while (step()) {
   }
@@ -88,6 +95,7 @@ void CudaDouble::wait(Stream stream, Event event) {
 }
 
 bool CudaDouble::reached(Event event) {
+  if (world_) world_->step();  // who asks again and again waits for others, too
   const std::lock_guard lock(mutex_);
   some_steps();
   const auto& snapshot = event_of(event).last;
@@ -100,12 +108,55 @@ bool CudaDouble::reached(Event event) {
 }
 
 void CudaDouble::synchronize(Event event) {
-  const std::lock_guard lock(mutex_);
-  const auto snapshot = event_of(event).last;
-  if (snapshot == nullptr) return mistake("the host waits for an event that was never recorded: it waits for nothing");
-  while (!snapshot->reached && step()) {
+  std::shared_ptr<Snapshot> snapshot;
+  {
+    const std::lock_guard lock(mutex_);
+    snapshot = event_of(event).last;
+    if (snapshot == nullptr) {
+      return mistake("the host waits for an event that was never recorded: it waits for nothing");
+    }
   }
+  until([&] { return snapshot->reached; });
+  const std::lock_guard lock(mutex_);
   join(host_, snapshot->clock);
+}
+
+// Called without the mutex, or nobody else could let this GPU go on.
+void CudaDouble::until(const std::function<bool()>& done) {
+  for (;;) {
+    const uint64_t changes = world_ ? world_->changes() : 0;
+    {
+      const std::lock_guard lock(mutex_);
+      while (!done() && step()) {
+      }
+      if (done() || !world_ || !waits_for_others()) return;
+    }
+    if (!world_->step()) world_->wait(changes);
+  }
+}
+
+bool CudaDouble::waits_for_others() {
+  return std::any_of(streams_.begin(), streams_.end(),
+                     [](const auto& one) { return !one->queue.empty() && one->queue.front().ready != nullptr; });
+}
+
+bool CudaDouble::step_if_possible() {
+  const std::lock_guard lock(mutex_);
+  return step();
+}
+
+void CudaDouble::with_current(const std::function<void()>& function) {
+  struct Restore {
+    const CudaDouble* before;
+    ~Restore() { current_ = before; }
+  } const restore{std::exchange(current_, this)};
+  function();
+}
+
+size_t CudaDouble::launched(const std::string& name) const {
+  const std::lock_guard lock(mutex_);
+  const auto found = launched_.find(name);
+  return found == launched_.end() ? 0 : found->second;
 }
 
 double CudaDouble::elapsed_ms(Event from, Event to) {
@@ -174,7 +225,12 @@ void* CudaDouble::allocate_pinned(size_t bytes) { return take(bytes, true); }
 void CudaDouble::free_pinned(void* memory) { release(memory, true); }
 
 void CudaDouble::copy(void* to, const void* from, size_t bytes, Stream stream) {
-  launch("copy", stream, {{from, bytes, false}, {to, bytes, true}}, [=] { std::memcpy(to, from, bytes); });
+  put("copy", stream, {{from, bytes, false}, {to, bytes, true}},
+      {.run = [=] { std::memcpy(to, from, bytes); },
+       .waits_for = nullptr,
+       .reaches = nullptr,
+       .copies_to = to,
+       .copies_from = from});
 }
 
 void CudaDouble::fill(void* memory, int byte, size_t bytes, Stream stream) {
@@ -182,12 +238,10 @@ void CudaDouble::fill(void* memory, int byte, size_t bytes, Stream stream) {
 }
 
 void CudaDouble::pack(const TransferArgs& args) {
-  finish(args.stream);
   launch("pack", args.stream, uses_of(args, true), [args] { kCudaKernels.pack(args); });
 }
 
 void CudaDouble::unpack(const TransferArgs& args) {
-  finish(args.stream);
   launch("unpack", args.stream, uses_of(args, false), [args] { kCudaKernels.unpack(args); });
 }
 
@@ -199,7 +253,6 @@ void CudaDouble::reduce(const DeviceReduceArgs& args) {
 }
 
 void CudaDouble::dot(const DeviceDotArgs& args) {
-  finish(args.stream);
   std::vector<Use> uses = span_uses(args.table, args.spans, args.sources, args.source_count, args.dtype);
   const auto pairs = static_cast<size_t>(args.source_count * (args.source_count + 1) / 2);
   uses.push_back({args.dots, args.spans * pairs * sizeof(double), true});
@@ -209,7 +262,6 @@ void CudaDouble::dot(const DeviceDotArgs& args) {
 }
 
 void CudaDouble::combine(const DeviceCombineArgs& args) {
-  finish(args.stream);
   std::vector<Use> uses = span_uses(args.table, args.spans, args.sources, args.source_count, args.dtype);
   const std::vector<Use> written = span_uses(args.table, args.spans, &args.destination, 1, args.dtype);
   for (const Use& use : written) uses.push_back({use.memory, use.bytes, use.memory != args.table});
@@ -243,7 +295,17 @@ void CudaDouble::dequantise(const DeviceDequantiseArgs& args) {
          [args] { kCudaKernels.dequantise(args); });
 }
 
-// Before a table is looked at to see what memory a kernel uses: it may be on its way to the device.
+const void* CudaDouble::content_of(const void* table) const {
+  const std::lock_guard lock(mutex_);
+  const void* content = table;
+  for (const auto& stream : streams_) {
+    for (const Work& work : stream->queue) {
+      if (work.copies_to == table) content = work.copies_from;
+    }
+  }
+  return content;
+}
+
 void CudaDouble::finish(Stream stream) {
   const std::lock_guard lock(mutex_);
   while (!stream_of(stream).queue.empty() && step()) {
@@ -252,8 +314,8 @@ void CudaDouble::finish(Stream stream) {
 
 // The table's spans in each of the buffers.
 std::vector<CudaDouble::Use> CudaDouble::span_uses(const void* table, uint32_t spans, const void* const* sources,
-                                                   int count, DataType dtype) {
-  const auto* bytes = static_cast<const unsigned char*>(table);
+                                                   int count, DataType dtype) const {
+  const auto* bytes = static_cast<const unsigned char*>(content_of(table));
   const auto* first = reinterpret_cast<const cuda::Span*>(bytes + cuda::pieces_offset(spans));
   std::vector<Use> uses = {{table, cuda::pieces_offset(spans) + spans * sizeof(cuda::Span), false}};
   for (uint32_t s = 0; s < spans; ++s) {
@@ -267,10 +329,10 @@ std::vector<CudaDouble::Use> CudaDouble::span_uses(const void* table, uint32_t s
 
 // From the table as it is now. A strided tensor counts with the elements between its own, too.
 std::vector<CudaDouble::Use> CudaDouble::uses_of(const TransferArgs& args, bool packs) const {
-  const auto* table = static_cast<const unsigned char*>(args.table);
+  const auto* table = static_cast<const unsigned char*>(content_of(args.table));
   const auto* pieces = reinterpret_cast<const cuda::Piece*>(table + cuda::pieces_offset(args.pieces));
   const auto* layouts = reinterpret_cast<const cuda::Layout*>(table + cuda::layouts_offset(args.pieces));
-  std::vector<Use> uses = {{table, cuda::layouts_offset(args.pieces), false}};
+  std::vector<Use> uses = {{args.table, cuda::layouts_offset(args.pieces), false}};
   for (uint32_t p = 0; p < args.pieces; ++p) {
     const cuda::Piece& piece = pieces[p];
     const auto* buffer = static_cast<const unsigned char*>(args.buffer) + piece.buffer;
@@ -290,6 +352,15 @@ std::vector<CudaDouble::Use> CudaDouble::uses_of(const TransferArgs& args, bool 
 }
 
 void CudaDouble::launch(const std::string& name, Stream stream, std::vector<Use> uses, std::function<void()> work) {
+  put(name, stream, uses, {.run = std::move(work), .waits_for = nullptr, .reaches = nullptr});
+}
+
+void CudaDouble::launch_when(const std::string& name, Stream stream, std::vector<Use> uses,
+                             std::function<bool()> ready) {
+  put(name, stream, uses, {.run = nullptr, .waits_for = nullptr, .reaches = nullptr, .ready = std::move(ready)});
+}
+
+void CudaDouble::put(const std::string& name, Stream stream, const std::vector<Use>& uses, Work work) {
   const std::lock_guard lock(mutex_);
   StreamState& on = stream_of(stream);
   join(on.clock, host_);
@@ -299,7 +370,9 @@ void CudaDouble::launch(const std::string& name, Stream stream, std::vector<Use>
     note({name, begin, begin + use.bytes, use.writes, on.number, number}, on.clock);
   }
   on.clock[on.number] = number;
-  on.queue.push_back({.run = std::move(work), .waits_for = nullptr, .reaches = nullptr});
+  on.queue.push_back(std::move(work));
+  ++launched_[name];
+  if (world_) world_->changed();
   some_steps();
 }
 
@@ -339,7 +412,8 @@ bool CudaDouble::step() {
   for (const auto& stream : streams_) {
     if (stream->queue.empty()) continue;
     const Work& next = stream->queue.front();
-    if (next.waits_for == nullptr || next.waits_for->reached) ready.push_back(stream.get());
+    if (next.waits_for != nullptr && !next.waits_for->reached) continue;
+    if (next.ready == nullptr || next.ready()) ready.push_back(stream.get());
   }
   if (ready.empty()) return false;
   StreamState& chosen = *ready[random_() % ready.size()];
@@ -351,6 +425,7 @@ bool CudaDouble::step() {
     work.reaches->at = done_;
     work.reaches->reached = true;
   }
+  if (world_) world_->changed();
   return true;
 }
 

@@ -20,12 +20,13 @@
 #include <vector>
 
 #include "collective/cuda_api.h"
+#include "simt/cuda_world.h"
 
 namespace fusewire::testing {
 
 class CudaDouble : public CudaApi {
  public:
-  explicit CudaDouble(uint64_t seed) : random_(seed) {}
+  explicit CudaDouble(uint64_t seed, std::shared_ptr<CudaWorld> world = nullptr);
   ~CudaDouble() override;  // work may be left
 
   Stream create_stream() override;
@@ -52,6 +53,7 @@ class CudaDouble : public CudaApi {
   void combine(const DeviceCombineArgs& args) override;
   void quantise(const DeviceQuantiseArgs& args) override;
   void dequantise(const DeviceDequantiseArgs& args) override;
+  void with_current(const std::function<void()>& function) override;
   std::array<unsigned char, 16> uuid() override { return gpu; }
 
   // For tests: other work on a stream, and what the host itself does to memory.
@@ -61,6 +63,8 @@ class CudaDouble : public CudaApi {
     bool writes;
   };
   void launch(const std::string& name, Stream stream, std::vector<Use> uses, std::function<void()> work);
+  // Work that runs only once `ready` says so; it is asked with this GPU's mutex held, when all before it is done.
+  void launch_when(const std::string& name, Stream stream, std::vector<Use> uses, std::function<bool()> ready);
   void host_uses(const void* memory, size_t bytes, bool writes);
   void drain();                // does all work that is left
   void finish(Stream stream);  // does all work on this stream, and what it waits for
@@ -69,6 +73,10 @@ class CudaDouble : public CudaApi {
   void capture(Stream stream, bool on);
 
   std::array<unsigned char, 16> gpu{};  // which one this pretends to be
+
+  bool is_current() const { return current_ == this; }  // in with_current(), on this thread
+  size_t launched(const std::string& name) const;       // how often: "pack", "copy", ...
+  bool step_if_possible();                              // for the world
 
   // One sentence per mistake so far.
   std::vector<std::string> mistakes() const;
@@ -86,6 +94,9 @@ class CudaDouble : public CudaApi {
     std::function<void()> run;
     std::shared_ptr<Snapshot> waits_for;
     std::shared_ptr<Snapshot> reaches;
+    std::function<bool()> ready{};    // null: at once
+    const void* copies_to = nullptr;  // of a copy
+    const void* copies_from = nullptr;
   };
   struct StreamState {
     int number = 0;
@@ -115,18 +126,25 @@ class CudaDouble : public CudaApi {
   static StreamState& stream_of(Stream stream) { return *static_cast<StreamState*>(stream); }
   static EventState& event_of(Event event) { return *static_cast<EventState*>(event); }
   static void join(Clock& into, const Clock& other);
-  void enqueue(const std::string& name, StreamState& stream, const std::vector<Use>& uses, Work work);
   void check(const Access& access, const Clock& clock);
   void note(const Access& access, const Clock& clock);
   void release(void* memory, bool pinned);
   void* take(size_t bytes, bool pinned);
   std::vector<Use> uses_of(const TransferArgs& args, bool packs) const;
-  static std::vector<Use> span_uses(const void* table, uint32_t spans, const void* const* sources, int count,
-                                    DataType dtype);
+  std::vector<Use> span_uses(const void* table, uint32_t spans, const void* const* sources, int count,
+                             DataType dtype) const;
+  void put(const std::string& name, Stream stream, const std::vector<Use>& uses, Work work);
+  // What will be in a table when the stream has come so far, although the copy that brings it may still be queued.
+  const void* content_of(const void* table) const;
+  void until(const std::function<bool()>& done);  // or until nothing is left that could do it
+  bool waits_for_others();
   bool step();        // does one piece of work that may run; false: none may
   void some_steps();  // a random number of them
   void mistake(std::string sentence);
 
+  static thread_local const CudaDouble* current_;
+
+  const std::shared_ptr<CudaWorld> world_;  // may be null
   mutable std::recursive_mutex mutex_;
   std::mt19937_64 random_;
   std::vector<std::unique_ptr<StreamState>> streams_;
@@ -137,6 +155,7 @@ class CudaDouble : public CudaApi {
   uint64_t host_number_ = 0;
   uint64_t done_ = 0;
   int next_stream_ = 1;
+  std::map<std::string, size_t> launched_;
   std::vector<std::string> mistakes_;
 };
 
