@@ -255,6 +255,47 @@ TEST(GpuNcclEnd, AfterGoodWorkEverythingIsTakenApartInOrder) {
   }
 }
 
+// The buffer that is too small is still in use by the buckets before.
+TEST(GpuNcclEnd, ABufferGrowsOnlyWhenNobodyUsesTheOldOne) {
+  World world(2);
+  std::vector<Sum> small(2);
+  std::vector<std::unique_ptr<Sum>> large;
+  for (int i = 0; i < 2; ++i) large.push_back(std::make_unique<Sum>(400'000));
+  world.run([&](int rank, NcclRank& self, Backend& cpu) {
+    const auto r = static_cast<size_t>(rank);
+    self.start(cpu, world.options(rank), {});
+    self.plane->run(small[r].bucket);
+    self.plane->run(large[r]->bucket);
+    self.plane->run(small[r].bucket);
+    self.gpu.device->mark()->synchronize();
+    self.plane.reset();
+  });
+  for (size_t r = 0; r < 2; ++r) {
+    EXPECT_EQ(small[r].values[5], 4.0F);
+    EXPECT_EQ(large[r]->values.back(), 2.0F);
+    EXPECT_EQ(world.outcomes[r].text, "nothing was thrown");
+  }
+}
+
+// check() is another thread's, all the while.
+TEST(GpuNcclEnd, WhoeverWatchesMayAskAtAnyTime) {
+  World world(2);
+  for (auto& rank : world.ranks) rank->nccl.slow_polls = 2;
+  world.run([&](int rank, NcclRank& self, Backend& cpu) {
+    self.start(cpu, world.options(rank));
+    std::atomic<bool> done{false};
+    auto watcher = std::async(std::launch::async, [&] {
+      while (!done) self.plane->check();
+    });
+    Sum sum;
+    for (int i = 0; i < 5; ++i) self.to_the_end->run(sum.bucket);
+    done = true;
+    watcher.get();
+    EXPECT_EQ(sum.values[0], 32.0F);
+  });
+  for (const Outcome& outcome : world.outcomes) EXPECT_EQ(outcome.text, "nothing was thrown");
+}
+
 TEST(GpuNcclEnd, ACommunicatorThatCannotBeFinalizedIsAborted) {
   World world(2);
   for (auto& rank : world.ranks) rank->nccl.fails = "finalize";
