@@ -4,7 +4,9 @@
 #pragma once
 
 #include <sys/types.h>
+#include <sys/uio.h>
 
+#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <vector>
@@ -43,11 +45,15 @@ class PeerMemory {
     size_t bytes;
   };
 
-  // False: the peer's memory is gone (most likely it has died, and somebody will say so); errno says how that looks.
-  // Throws Error(kCollective) where the system refuses.
+  // False: it cannot be read. The peer may have died, or the memory may be such as only its owner can see (a device's).
   bool read(int peer, const std::vector<Copy>& copies) const;
 
+  // The system call that reads; tests put one in its place that fails.
+  using Call = ssize_t (*)(pid_t, const iovec*, unsigned long, const iovec*, unsigned long, unsigned long);
+  static void set_call(Call call) { call_.store(call); }
+
  private:
+  static std::atomic<Call> call_;
   std::vector<pid_t> pids_;
   std::vector<uint64_t> word_;  // one, on the heap: its address must not change
   bool known_ = false;

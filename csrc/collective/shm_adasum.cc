@@ -53,11 +53,12 @@ class MeasuringPipeline {
   int64_t number(size_t index) const { return first_ + static_cast<int64_t>(index); }
   std::byte* slot(int rank, size_t index) const { return context_.region.slot(rank, number(index)); }
   int64_t begin(const Chunk& chunk) const { return blocks_[chunk.first].begin; }
+  int64_t end(const Chunk& chunk) const { return blocks_[chunk.last - 1].end; }
   size_t offset(const Chunk& chunk, const AdasumBlock& block) const {
     return static_cast<size_t>(block.begin - begin(chunk)) * context_.cursor.wire_bytes();
   }
   int owner(const Chunk& chunk, const AdasumBlock& block) const {
-    const int64_t elements = blocks_[chunk.last - 1].end - begin(chunk);
+    const int64_t elements = end(chunk) - begin(chunk);
     return static_cast<int>((block.begin - begin(chunk)) * context_.size() / elements);
   }
   double* results(const Chunk& chunk, size_t index, size_t block) const {
@@ -67,6 +68,7 @@ class MeasuringPipeline {
 
   void pack(size_t index) {
     const Chunk& chunk = chunks_[index];
+    const auto step = context_.watch.step(ChunkStep::kPack, begin(chunk), end(chunk));
     context_.waiter.wait_all(ShmStage::kCopied, number(index) - kShmBuffers);  // Note [Slot reuse]
     for (size_t b = chunk.first; b < chunk.last; ++b) {
       const AdasumBlock& block = blocks_[b];
@@ -78,6 +80,7 @@ class MeasuringPipeline {
 
   void measure(size_t index) {
     const Chunk& chunk = chunks_[index];
+    const auto step = context_.watch.step(ChunkStep::kReduce, begin(chunk), end(chunk));
     context_.waiter.wait_all(ShmStage::kPacked, number(index));
     for (size_t b = chunk.first; b < chunk.last; ++b) {
       const AdasumBlock& block = blocks_[b];
@@ -94,6 +97,7 @@ class MeasuringPipeline {
 
   void add(size_t index) {
     const Chunk& chunk = chunks_[index];
+    const auto step = context_.watch.step(ChunkStep::kReduce, begin(chunk), end(chunk));
     context_.waiter.wait_all(ShmStage::kReduced, number(index));
     for (size_t b = chunk.first; b < chunk.last; ++b) measure_.add(blocks_[b], results(chunk, index, b));
     context_.waiter.publish(ShmStage::kCopied, number(index));
@@ -123,10 +127,14 @@ void measure_here(ShmContext& context, const std::vector<AdasumBlock>& blocks, A
 void shm_adasum_once(ShmContext& context, double factor) {
   BucketCursor& cursor = context.cursor;
   const int64_t chunk = ++context.chunk;
-  context.waiter.wait_all(ShmStage::kCopied, chunk - kShmBuffers);  // Note [Slot reuse]
-  cursor.gather(0, cursor.elements(), context.region.slot(context.rank, chunk));
-  context.waiter.publish(ShmStage::kPacked, chunk);
+  {
+    const auto step = context.watch.step(ChunkStep::kPack);
+    context.waiter.wait_all(ShmStage::kCopied, chunk - kShmBuffers);  // Note [Slot reuse]
+    cursor.gather(0, cursor.elements(), context.region.slot(context.rank, chunk));
+    context.waiter.publish(ShmStage::kPacked, chunk);
+  }
 
+  const auto step = context.watch.step(ChunkStep::kReduce);
   const std::vector<AdasumBlock> blocks = adasum_blocks(cursor);
   for (int rank = 0; rank < context.size(); ++rank) {
     context.bases[static_cast<size_t>(rank)] = context.region.slot(rank, chunk);

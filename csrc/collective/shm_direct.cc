@@ -1,14 +1,10 @@
 // An exchange without slots: every rank says where its parts lie, and whoever takes one reads it from there.
 #include <algorithm>
-#include <cerrno>
-#include <chrono>
 #include <cstring>
-#include <string>
 #include <type_traits>
 #include <vector>
 
 #include "collective/shm_exchange.h"
-#include "common/error.h"
 
 namespace fusewire {
 namespace {
@@ -20,15 +16,17 @@ namespace {
 // input) before all have read it. That pays for medium sizes; small ones are quicker through slots, and large ones too,
 // since streaming stores go around the caches and the kernel's copy does not.
 //
+// Memory that cannot be read (a driver has mapped it, its owner is about to die, ...) shows only when it is tried. Who
+// meets some writes down, before it says that it is through, that this exchange failed; since everybody waits for
+// everybody then, all see it, do the bucket again through slots, and read nobody's memory from then on. A peer that has
+// died is waited for there, and whoever watches it ends that wait.
+//
 // The giver's slot holds a table of stretches: from which element of its row on the elements lie at which address. What
 // is strided, absent or small is packed into memory of the giver first.
 struct Stretch {
   int64_t begin;
   const std::byte* address;
 };
-
-// A peer whose memory cannot be read has died, nearly always, and whoever watches it stops this rank within moments.
-constexpr std::chrono::seconds kGrace{2};
 
 constexpr size_t kSmallPart = 16 << 10;  // a few pages: cheaper to pack than to pin
 
@@ -81,16 +79,27 @@ class DirectExchange {
  public:
   DirectExchange(ShmContext& context, BucketCursor& own) : context_(context), own_(own), number_(++context.chunk) {}
 
-  void run() {
+  // False: somebody could not read somebody's memory.
+  bool run() {
     context_.waiter.wait_all(ShmStage::kCopied, number_ - kShmBuffers);  // Note [Slot reuse]
-    offer();
-    context_.waiter.publish(ShmStage::kPacked, number_);
+    {
+      const auto trace = context_.watch.step(ChunkStep::kPack);
+      offer();
+      context_.waiter.publish(ShmStage::kPacked, number_);
+    }
+    const auto trace = context_.watch.step(ChunkStep::kUnpack);
     own_.copy_across(0, own_.elements());
     if (context_.crowded) context_.waiter.wait_all(ShmStage::kPacked, number_);
-    for (int step = 1; step < context_.size(); ++step) take((context_.rank + step) % context_.size());
+    bool good = true;
+    for (int step = 1; good && step < context_.size(); ++step) good = take((context_.rank + step) % context_.size());
+    if (!good) context_.region.progress(context_.rank).unreadable.store(number_, std::memory_order_relaxed);
     context_.waiter.note(ShmStage::kReduced, number_);
     context_.waiter.publish(ShmStage::kCopied, number_);
     context_.waiter.wait_all(ShmStage::kCopied, number_);  // of everybody who reads this rank's memory
+    for (int rank = 0; rank < context_.size(); ++rank) {
+      good = good && context_.region.progress(rank).unreadable.load(std::memory_order_relaxed) != number_;
+    }
+    return good;
   }
 
  private:
@@ -125,9 +134,9 @@ class DirectExchange {
     table(context_.rank).write(stretches);
   }
 
-  void take(int peer) {
+  bool take(int peer) {
     BucketCursor& taken = row(peer);
-    if (taken.elements() == 0) return;
+    if (taken.elements() == 0) return true;
     context_.waiter.wait_for(peer, ShmStage::kPacked, number_);
     const Table stretches = table(peer);
     const size_t width = taken.wire_bytes();
@@ -148,19 +157,14 @@ class DirectExchange {
         begin = end;
       }
     });
-    if (!context_.peers.read(peer, copies_)) {
-      const std::string reason = std::strerror(errno);
-      context_.waiter.expect_stop(peer, kGrace);
-      throw Error(ErrorCode::kCollective,
-                  "cannot read the memory of rank " + std::to_string(peer) + ", which seems to be alive: " + reason,
-                  peer);
-    }
+    if (!context_.peers.read(peer, copies_)) return false;
     next = strip_.data();
     for_each_wanted(taken, [&](const BucketCursor::Piece& piece) {
       if (piece.out != nullptr) return;
       taken.scatter_part(piece, next);
       next += static_cast<size_t>(piece.count) * width;
     });
+    return true;
   }
 
   template <typename Visit>
@@ -200,8 +204,9 @@ bool shm_exchange_directly(ShmContext& context, BucketCursor& own, size_t most_p
   if (most_parts > (kShmMaxChunk - sizeof(uint64_t)) / sizeof(Stretch)) return false;
   if (!context.peers.known()) get_acquainted(context);
   if (!context.peers.everyone()) return false;
-  DirectExchange(context, own).run();
-  return true;
+  if (DirectExchange(context, own).run()) return true;
+  context.peers.set_everyone(false);
+  return false;
 }
 
 }  // namespace fusewire

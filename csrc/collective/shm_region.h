@@ -40,7 +40,8 @@ struct alignas(kShmLine) ShmProgress {
   std::atomic<int64_t> reached[kShmStages];
   std::atomic<uint32_t> chunk_bytes;  // this rank's ShmOptions::chunk_bytes
   std::atomic<uint64_t> direct_bytes;
-  std::atomic<uint32_t> crowded;  // whether this rank never spins
+  std::atomic<int64_t> unreadable;  // the direct exchange in which this rank could not read a peer's memory; 0: none
+  std::atomic<uint32_t> crowded;    // whether this rank never spins
 };
 
 // What a sleeping rank waits for: reached[stage] >= target on ranks [first, last).

@@ -102,17 +102,6 @@ void ShmWaiter::wait_slowly(int first, int last, ShmStage stage, int64_t chunk) 
   }
 }
 
-void ShmWaiter::expect_stop(int peer, std::chrono::nanoseconds at_most) {
-  constexpr int64_t kNever = 2;  // kJoined ends at 1
-  const auto until = Clock::now() + at_most;
-  for (;;) {
-    throw_if_stopped();
-    const std::chrono::nanoseconds left = until - Clock::now();
-    if (left.count() <= 0) return;
-    sleep(peer, peer + 1, ShmStage::kJoined, kNever, left);
-  }
-}
-
 void ShmWaiter::sleep(int first, int last, ShmStage stage, int64_t chunk, std::chrono::nanoseconds limit) {
   ShmSleeper& own = region_.sleeper(rank_);
   own.stage.store(static_cast<uint32_t>(stage), std::memory_order_relaxed);

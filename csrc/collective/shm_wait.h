@@ -48,9 +48,6 @@ class ShmWaiter {
   void wait_all(ShmStage stage, int64_t chunk) { wait(0, region_.size(), stage, chunk); }
   void wait_for(int peer, ShmStage stage, int64_t chunk) { wait(peer, peer + 1, stage, chunk); }
 
-  // Throws as soon as stop() is called; returns when nobody has done so for that long.
-  void expect_stop(int peer, std::chrono::nanoseconds at_most);
-
   // Makes every rank's wait, in progress or to come, throw an Error with this code and rank. The first call counts.
   // Thread-safe.
   void stop(ErrorCode code, int rank) noexcept;

@@ -232,7 +232,7 @@ def test_a_torch_group_wherever_a_set_is_taken():
     fw.barrier()
 
 
-@ranks(3, timeout=60)
+@ranks(3, timeout=60, fresh=True)  # so nobody has left a set of ranks 0 and 1
 def test_torch_groups_share_sets_and_numbers():
     """Numbers stay the same on every rank, also those of sets that only their members know."""
     torch_groups()
