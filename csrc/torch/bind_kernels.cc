@@ -49,42 +49,41 @@ void* contiguous_data(const at::Tensor& tensor, const OnEngineStream& on) {
 
 // ---- pack and unpack ----
 
-struct Batch {
-  std::vector<TensorView> views;
-  std::vector<GpuPiece> pieces;
-};
-
-Batch batch_of(const TensorList& tensors, const std::vector<uint64_t>& offsets) {
+TransferPlan plan_of(const TensorList& tensors, const at::Tensor& buffer, const std::vector<uint64_t>& offsets) {
   if (tensors.empty() || tensors.size() != offsets.size()) invalid("expected one offset for each of some tensors");
-  Batch batch;
-  for (const at::Tensor& tensor : tensors) batch.views.push_back(adapter::write_view(tensor));
+  TransferPlan plan(adapter::data_type(tensors[0]), adapter::data_type(buffer));
   for (size_t t = 0; t < tensors.size(); ++t) {
-    batch.pieces.push_back(
-        {.view = &batch.views[t], .begin = 0, .count = batch.views[t].numel(), .offset = offsets[t]});
+    const TensorView view = adapter::write_view(tensors[t]);
+    if (offsets[t] + static_cast<uint64_t>(view.numel()) * buffer.itemsize() > buffer.nbytes()) {
+      invalid("the buffer is too short");
+    }
+    plan.add(view, 0, view.numel(), offsets[t]);
   }
-  return batch;
+  return plan;
+}
+
+void transfer(const TensorList& tensors, const at::Tensor& buffer, const std::vector<uint64_t>& offsets, double factor,
+              int64_t divisor, int times, void (CudaApi::*kernel)(const TransferArgs&)) {
+  const OnEngineStream on(buffer);
+  const TransferPlan plan = plan_of(tensors, buffer, offsets);
+  const GpuLoan table = gpu_upload(on.device(), plan.table_bytes(), [&](void* at) { plan.write(at); });
+  TransferArgs args = plan.args(table.get());
+  args.buffer = contiguous_data(buffer, on);
+  args.factor = factor;
+  args.divisor = divisor;
+  args.stream = on.stream();
+  for (int t = 0; t < times; ++t) (on.api().*kernel)(args);
+  on.finish();
 }
 
 void pack(const TensorList& tensors, const at::Tensor& buffer, const std::vector<uint64_t>& offsets, double factor,
           int times) {
-  const OnEngineStream on(buffer);
-  const Batch batch = batch_of(tensors, offsets);
-  for (int t = 0; t < times; ++t) {
-    gpu_pack(on.device(), batch.pieces, batch.views[0].dtype, adapter::data_type(buffer), contiguous_data(buffer, on),
-             {.factor = factor});
-  }
-  on.finish();
+  transfer(tensors, buffer, offsets, factor, 1, times, &CudaApi::pack);
 }
 
 void unpack(const TensorList& tensors, const at::Tensor& buffer, const std::vector<uint64_t>& offsets, double factor,
             int64_t divisor, int times) {
-  const OnEngineStream on(buffer);
-  const Batch batch = batch_of(tensors, offsets);
-  for (int t = 0; t < times; ++t) {
-    gpu_unpack(on.device(), batch.pieces, batch.views[0].dtype, adapter::data_type(buffer), contiguous_data(buffer, on),
-               {.factor = factor, .divisor = divisor});
-  }
-  on.finish();
+  transfer(tensors, buffer, offsets, factor, divisor, times, &CudaApi::unpack);
 }
 
 // ---- reduce, dot, combine ----
