@@ -4,6 +4,7 @@
 #include <string>
 #include <utility>
 
+#include "collective/nccl/nccl_adasum.h"
 #include "common/error.h"
 
 namespace fusewire {
@@ -56,10 +57,7 @@ class NcclBackend final : public Backend {
   void dispatch(const Bucket& bucket) {
     switch (bucket.kind) {
       case OpKind::kAllreduce:
-        if (bucket.op == ReduceOp::kAdasum && context_.size() > 1) {
-          throw Error(ErrorCode::kCollective,
-                      "Adasum of CUDA tensors over NCCL is not in this version; use FUSEWIRE_GPU_BACKEND=staged");
-        }
+        if (bucket.op == ReduceOp::kAdasum && context_.size() > 1) return nccl_adasum(context_, bucket);
         return nccl_allreduce(context_, bucket);
       case OpKind::kBroadcast:
         return nccl_broadcast(context_, bucket);
