@@ -184,6 +184,14 @@ void register_engine(py::module_& module) {
       "One rank's engine. fusewire.init() makes the default one; tests make several as threads of one process.")
       .def_property_readonly("rank", [](PyEngine& engine) { return engine.get().rank(); })
       .def_property_readonly("data_plane", [](PyEngine& engine) { return engine.get().data_plane(); })
+      .def_property_readonly(
+          "gpu_data_plane",
+          [](PyEngine& engine) {
+            std::string reason;
+            std::string name = engine.get().gpu_data_plane(&reason);
+            return py::make_tuple(name, reason);
+          },
+          "(what moves CUDA tensors, '' before the first of them; why it is not NCCL)")
       .def_property_readonly("size", [](PyEngine& engine) { return engine.get().size(); })
       .def(
           "shutdown", [](PyEngine& engine, bool clean, const std::string& why) { engine.get().shutdown(clean, why); },

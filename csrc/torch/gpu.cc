@@ -83,8 +83,10 @@ Gpu* make(int index) {
 
 c10::Stream Gpu::current() const { return Guard(c10::kCUDA).getStream(stream_.device()); }
 
+CudaApi::Stream Gpu::current_stream() const { return native_handle(Guard(c10::kCUDA), current()); }
+
 SharedEvent Gpu::mark_current() const {
-  void* const stream = native_handle(Guard(c10::kCUDA), current());
+  void* const stream = current_stream();
   if (device_->api().capturing(stream)) {
     throw Error(ErrorCode::kInvalidArgument,
                 "a CUDA graph is being captured on the current stream, and Fusewire's operations cannot be part of one "
@@ -94,7 +96,7 @@ SharedEvent Gpu::mark_current() const {
   return device_->mark(stream);
 }
 
-void Gpu::hold_up_current(const GpuEvent& event) const { event.hold_up(native_handle(Guard(c10::kCUDA), current())); }
+void Gpu::hold_up_current(const GpuEvent& event) const { event.hold_up(current_stream()); }
 
 at::Tensor Gpu::allocate(at::IntArrayRef shape, at::ScalarType type) const {
   const at::NoGradGuard no_grad;

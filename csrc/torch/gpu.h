@@ -33,6 +33,9 @@ class Gpu {
   const std::shared_ptr<GpuDevice>& device() const { return device_; }
   const c10::Stream& stream() const { return stream_; }  // device()->stream() as torch knows it
 
+  // The calling thread's current stream, for CudaApi.
+  CudaApi::Stream current_stream() const;
+
   // An event on the calling thread's current stream. Throws Error(kInvalidArgument) while that is captured into a CUDA
   // graph.
   SharedEvent mark_current() const;

@@ -27,7 +27,7 @@ void typed(Body&& body) {
 
 bool is_zero(const at::Tensor& gradient) {
   at::NoGradGuard no_grad;
-  if (gradient.layout() == at::kStrided && gradient.device().is_cpu() && gradient.is_non_overlapping_and_dense()) {
+  if (gradient.layout() == at::kStrided && gradient.is_non_overlapping_and_dense()) {
     const auto* bytes = static_cast<const char*>(gradient.const_data_ptr());
     const size_t size = gradient.nbytes();
     return size == 0 || (bytes[0] == 0 && std::memcmp(bytes, bytes + 1, size - 1) == 0);
@@ -120,6 +120,14 @@ void GradReducer::reach(size_t index) {
   if (slot.owned && !slot.hook.follows(slot.parameter)) slot.hook.move(slot.parameter, weak_from_this(), index);
 }
 
+void GradReducer::refuse_leftovers(const std::string& name) {
+  throw Error(ErrorCode::kInternal,
+              "the gradient of parameter '" + name +
+                  "' is reduced already, and another backward() would add local values to it, which can only be "
+                  "reduced again with op=Average and backward_passes_per_step=1. 1) Call zero_grad() after each step. "
+                  "2) To accumulate several backward passes, set backward_passes_per_step to their number.");
+}
+
 void GradReducer::before_accumulate(size_t index) {
   typed([&] {
     const std::lock_guard lock(mutex_);
@@ -134,15 +142,12 @@ void GradReducer::before_accumulate(size_t index) {
     }
     if (slot.present || !slot.reduced) return;
     if (options_.op == ReduceOp::kAverage && options_.passes == 1) return;  // what is reduced again stays as it is
-    if (!gradient.defined() || is_zero(gradient)) {
-      slot.reduced = false;
-    } else {
-      throw Error(ErrorCode::kInternal,
-                  "the gradient of parameter '" + slot.name +
-                      "' is reduced already, and another backward() would add local values to it, which can only be "
-                      "reduced again with op=Average and backward_passes_per_step=1. 1) Call zero_grad() after each "
-                      "step. 2) To accumulate several backward passes, set backward_passes_per_step to their number.");
+    if (gradient.defined() && gradient.is_cuda()) {
+      leftovers_.look(slot.name, gradient);
+    } else if (gradient.defined() && !is_zero(gradient)) {
+      refuse_leftovers(slot.name);
     }
+    slot.reduced = false;
   });
 }
 

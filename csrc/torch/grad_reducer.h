@@ -14,6 +14,7 @@
 #include "common/types.h"
 #include "engine/engine.h"
 #include "torch/grad_hooks.h"
+#include "torch/grad_leftovers.h"
 #include "torch/py_engine.h"
 
 namespace fusewire {
@@ -152,6 +153,7 @@ class GradReducer final : public BackwardListener, public std::enable_shared_fro
   void wait_window();
   void settle_aborted();
   void reset_window();
+  [[noreturn]] static void refuse_leftovers(const std::string& name);
   SubmittedTensor describe(Slot& slot, std::vector<at::Tensor>& alive, std::vector<SharedEvent>& events);
   at::Tensor reducible(const Slot& slot, const at::Tensor& gradient) const;
   bool is_apart(const Slot& slot) const;
@@ -183,7 +185,8 @@ class GradReducer final : public BackwardListener, public std::enable_shared_fro
   int64_t unannounced_ = 0;  // bytes submitted without waking the coordinator
   Handle flags_handle_;      // see Note [Passes and windows]
   at::Tensor flags_;         // int32: one per Flag and slot, then 1 + the rank whose backward has raised, or 0
-  bool discard_ = false;     // the window being settled was aborted: take part, touch nothing
+  Leftovers leftovers_;
+  bool discard_ = false;  // the window being settled was aborted: take part, touch nothing
 };
 
 }  // namespace fusewire

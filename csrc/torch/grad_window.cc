@@ -211,6 +211,9 @@ void GradReducer::wait_window() {
   }
   reset_window();
   final_ = true;
+  if (!options_.engine->has_gpu()) return;
+  const std::string left = leftovers_.collect(options_.engine->gpu());  // see Note [Leftovers]
+  if (!left.empty()) refuse_leftovers(left);
 }
 
 void GradReducer::settle(Slot& slot, bool skipped) {

@@ -26,7 +26,8 @@ class PyEngine {
   // GPU number `index`, which is this engine's one and only from now on. Throws Error(kInvalidArgument) where it has
   // another one, and what gpu::get() throws. Any thread.
   gpu::Gpu& gpu(int index);
-  gpu::Gpu& gpu() { return gpu::get(gpu_.load()); }  // once it has one
+  bool has_gpu() const { return gpu_.load(std::memory_order_relaxed) >= 0; }
+  gpu::Gpu& gpu() { return gpu::get(gpu_.load()); }  // where it has one
   // The one to use where only others have CUDA tensors; -1: none.
   void expect_gpu(int index) { expected_gpu_.store(index); }
 

@@ -47,16 +47,39 @@ def _versions() -> Iterator[Row]:
 
 
 def _data_planes() -> Iterator[Row]:
-    import torch
 
     yield "CPU kernels", GOOD, f"instruction set: {_isa()}"
     yield "CUDA kernels", *_cuda_kernels()
     yield "shm", GOOD, "CPU tensors between the ranks of one host"
-    cuda = f"torch sees {torch.cuda.device_count()} GPU(s)" if torch.cuda.is_available() else "torch sees no GPU"
-    yield "CUDA tensors", OFF, f"not in this version ({cuda}); CPU tensors only"
+    yield _gpus()
     yield _nccl()
     yield _mpi()
     yield "Gloo", OFF, "not in this version; one host only"
+
+
+def _gpus() -> Row:
+    import torch
+
+    try:
+        from . import _core
+
+        obstacle = _core.cuda_obstacle()
+    except ImportError as error:
+        obstacle = f"unknown ({error})"
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if count:
+        found = f"{count} GPU(s): {', '.join(dict.fromkeys(map(torch.cuda.get_device_name, range(count))))}"
+    elif torch.version.cuda is None:
+        found = "this torch is built without CUDA"
+    else:
+        found = f"torch for CUDA {torch.version.cuda} sees no GPU"
+    if obstacle or not count:
+        return "CUDA tensors", OFF, "; ".join(dict.fromkeys(part for part in (obstacle, found) if part))
+    # Which of them serves a process set is agreed on by its members, when they first need it.
+    plane = "host staging (through pinned memory and the plane for CPU tensors)"
+    if not _core.nccl_facts()["problem"]:
+        plane = f"NCCL where every rank has a GPU of its own, else {plane}"
+    return "CUDA tensors", GOOD, f"{found}; moved by {plane}"
 
 
 def _mpi() -> Row:
@@ -100,7 +123,7 @@ def _cuda_kernels() -> tuple[str, str]:
     architectures = getattr(built, "cuda", "")
     if not architectures:
         return OFF, f"not compiled in: {getattr(built, 'cuda_reason', '') or 'this build has no record of why'}"
-    return GOOD, f"compiled for {', '.join(architectures.split(';'))}; nothing calls them yet"
+    return GOOD, f"compiled for {', '.join(architectures.split(';'))}"
 
 
 def _machine() -> Iterator[Row]:

@@ -40,8 +40,9 @@ def nccl_built() -> int:
 
 
 def cuda_built() -> bool:
-    """Whether CUDA tensors are supported. Not in this version."""
-    return False
+    """Whether the CUDA kernels are compiled in, without which CUDA tensors are not supported. `fusewire info` says for
+    which GPUs, or why not."""
+    return _core.has_cuda_kernels()
 
 
 def rocm_built() -> bool:

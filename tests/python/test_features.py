@@ -8,7 +8,6 @@ import fusewire as fw
 FALSE = [
     "gloo_enabled",
     "gloo_built",
-    "cuda_built",
     "rocm_built",
     "ccl_built",
     "ddl_built",
@@ -22,6 +21,7 @@ def check():
     assert fw.mpi_enabled() is over_mpi
     assert fw.mpi_built() is (fw._core.mpi_facts()["problem"] == "")
     assert fw.mpi_threads_supported() is over_mpi  # nobody else starts MPI in these processes
+    assert fw.cuda_built() is fw._core.has_cuda_kernels()
     version = fw.nccl_built()
     nccl = fw._core.nccl_facts()
     assert (type(version), version) == (int, 0 if nccl["problem"] else nccl["version"])

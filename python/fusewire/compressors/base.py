@@ -124,11 +124,22 @@ class StatefulCompressor:
         error = self.state.get(name, {}).get("error") if name is not None else None
         if error is None or error.numel() != value.numel():
             return value.clone()
-        return value + error.to(value.dtype)
+        return value + error.to(value)
 
     def _keep_error(self, name: str | None, error: torch.Tensor) -> None:
-        if name is not None and bool(torch.isfinite(error).all()):
-            self.state.setdefault(name, {})["error"] = error
+        if name is not None:
+            self._keep_if(torch.isfinite(error).all(), name, "error", error, 0)
+
+    def _keep_if(self, good: torch.Tensor, name: str, key: str, value: torch.Tensor, instead: Any) -> None:
+        """Puts `value` into the state where the 0-dim `good` holds. On a GPU, which alone knows that, what was there
+        before (or else `instead`) takes its place where not: nobody waits for the GPU."""
+        entry = self.state.setdefault(name, {})
+        if not good.is_cpu:
+            before = entry.get(key)
+            fits = before is not None and before.shape == value.shape
+            entry[key] = torch.where(good, value, before.to(value) if fits else instead)
+        elif good:
+            entry[key] = value
 
 
 class GatheringCompressor(StatefulCompressor):
@@ -159,26 +170,27 @@ class GatheringCompressor(StatefulCompressor):
             if not yes:
                 results.append(next(plain))
                 continue
-            total = torch.zeros(tensor.numel(), dtype=torch.promote_types(tensor.dtype, torch.float32))
+            wide = torch.promote_types(tensor.dtype, torch.float32)
+            total = torch.zeros(tensor.numel(), dtype=wide, device=tensor.device)
             for payload in next(gathered):
                 self.add_to(total, payload)
             results.append(total.mul_(wire.factor).to(tensor.dtype).view(tensor.shape))
         return results
 
     def _gather(self, wire: Wire, packed: list[list[torch.Tensor]]) -> list[list[list[torch.Tensor]]]:
-        """All ranks' payloads of each tensor: the parts of one dtype travel joined together."""
-        parts: dict[torch.dtype, list[torch.Tensor]] = {}
+        """All ranks' payloads of each tensor: the parts of one dtype and device travel joined together."""
+        parts: dict[Any, list[torch.Tensor]] = {}
         for payload in packed:
             for part in payload:
-                parts.setdefault(part.dtype, []).append(part)
+                parts.setdefault((part.device, part.dtype), []).append(part)
         joined = wire.gather([torch.cat(same) for same in parts.values()])
         cut = {}
-        for (dtype, same), everybody in zip(parts.items(), joined, strict=True):
+        for (kind, same), everybody in zip(parts.items(), joined, strict=True):
             sizes = [part.numel() for part in same]
             # A rank that has joined brings nothing; all others bring as much as this one.
-            cut[dtype] = iter(zip(*(one.split(sizes) for one in everybody.split(sum(sizes))), strict=True))
+            cut[kind] = iter(zip(*(one.split(sizes) for one in everybody.split(sum(sizes))), strict=True))
         gathered = []
         for payload in packed:
-            columns = [next(cut[part.dtype]) for part in payload]
+            columns = [next(cut[part.device, part.dtype]) for part in payload]
             gathered.append([list(row) for row in zip(*columns, strict=True)])
         return gathered

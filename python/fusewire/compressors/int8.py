@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 
+from .. import _core
 from .base import GatheringCompressor
 
 _LEVELS = 127.0
@@ -35,6 +36,8 @@ class Int8Compressor(GatheringCompressor):
 
     def compress(self, tensor: torch.Tensor, name: str | None) -> tuple[list[torch.Tensor], Any]:
         value = self._with_error(tensor, name)
+        if _has_kernel(value):
+            return self._by_kernel(value, name), None
         blocks = torch.nn.functional.pad(value, (0, -value.numel() % self.block)).view(-1, self.block)
         scales = blocks.abs().amax(1) / _LEVELS
         divisors = torch.where(scales == 0, 1, scales)[:, None]
@@ -47,6 +50,24 @@ class Int8Compressor(GatheringCompressor):
 
     def add_to(self, total: torch.Tensor, payload: list[torch.Tensor]) -> None:
         quantised, scales = payload
+        if _has_kernel(total):
+            _core.add_quantised(total, quantised, scales, self.block)
+            return
         # A scale that is no finite number must show, also where the value is 0: 0 * infinity is NaN.
         values = quantised.view(-1, self.block) * scales.to(total.dtype)[:, None]
         total += values.view(-1)[: total.numel()]
+
+    def _by_kernel(self, value: torch.Tensor, name: str | None) -> list[torch.Tensor]:
+        """The same numbers, in one pass over the values instead of ten."""
+        blocks = -(-value.numel() // self.block)
+        quantised = value.new_empty(blocks * self.block, dtype=torch.int8)
+        scales = value.new_empty(blocks)
+        left = torch.empty_like(value) if self.error_feedback else None
+        _core.quantise(value, quantised, scales, left, self.block)
+        if left is not None:
+            self._keep_error(name, left)
+        return [quantised, scales]
+
+
+def _has_kernel(values: torch.Tensor) -> bool:
+    return values.is_cuda and values.dtype == torch.float32

@@ -51,18 +51,18 @@ class PowerSGDCompressor(StatefulCompressor):
         results = list(tensors)
         for index, value in zip(others, reduced[len(chosen) :], strict=True):
             results[index] = value
-        for index, matrix, basis, own, q in zip(chosen, matrices, bases, right, combined, strict=True):
+        for index, matrix, basis, own, q, start in zip(chosen, matrices, bases, right, combined, starts, strict=True):
             tensor, name = tensors[index], names[index]
             results[index] = (basis @ q.T).to(tensor.dtype).view(tensor.shape)
             self._keep_error(name, matrix.sub_(basis @ own.T).view(-1))
-            if name is not None and bool(torch.isfinite(q).all()) and bool(q.any()):  # 0 is no start for an iteration
-                self.state.setdefault(name, {})["q"] = q
+            if name is not None:
+                self._keep_if(torch.isfinite(q).all() & q.any(), name, "q", q, start)  # 0 is no start for an iteration
         return results
 
     def _start(self, name: str | None, matrix: torch.Tensor) -> torch.Tensor:
         shape = (matrix.shape[1], self.rank)
         q = self.state.get(name, {}).get("q") if name is not None else None
         if q is not None and q.shape == shape:
-            return q.to(matrix.dtype)
-        generator = torch.Generator().manual_seed(self.seed + zlib.crc32((name or "").encode()))
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(matrix.dtype)
+            return q.to(matrix)
+        generator = torch.Generator("cpu").manual_seed(self.seed + zlib.crc32((name or "").encode()))
+        return torch.randn(shape, generator=generator, dtype=torch.float64, device="cpu").to(matrix)

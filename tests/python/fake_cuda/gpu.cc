@@ -58,6 +58,22 @@ void Gpu::wake() {
   wakes_.notify_one();
 }
 
+void Gpu::copy(void* to, const void* from, size_t bytes, Stream stream) {
+  CudaDouble::copy(to, from, bytes, known(stream));
+}
+
+void Gpu::quantise(const DeviceQuantiseArgs& args) {
+  DeviceQuantiseArgs own = args;
+  own.stream = known(args.stream);
+  CudaDouble::quantise(own);
+}
+
+void Gpu::dequantise(const DeviceDequantiseArgs& args) {
+  DeviceDequantiseArgs own = args;
+  own.stream = known(args.stream);
+  CudaDouble::dequantise(own);
+}
+
 void Gpu::record(Event event, Stream stream) {
   CudaDouble::record(event, known(stream));
   wake();

@@ -39,6 +39,9 @@ class Gpu : public testing::CudaDouble {
   void wait(Stream stream, Event event) override;
   void call(Stream stream, void (*function)(void*), void* argument) override;
   bool capturing(Stream stream) override;
+  void copy(void* to, const void* from, size_t bytes, Stream stream) override;
+  void quantise(const DeviceQuantiseArgs& args) override;
+  void dequantise(const DeviceDequantiseArgs& args) override;
 
   // A stream of torch's as the double knows it, and as torch gives it away (null: a default stream).
   Stream handle(const c10::Stream& stream);
