@@ -17,21 +17,15 @@ struct OpenGpu;
 struct GpuPlaneOptions {
   int rank = 0;  // in the set
   int size = 1;
+  int job_rank = 0;                        // the same rank in the job
   std::string kind = "auto";               // Config::gpu_backend
   std::chrono::nanoseconds abort_after{};  // 0: never give up
+  bool nccl_shares_gpus = false;           // Config::nccl_shares_gpus
 };
 
 // What makes a set's plane: make_gpu_plane(), or what a test has in its place.
 using GpuPlaneMaker = std::function<std::unique_ptr<Backend>(const OpenGpu& gpu, const GpuPlaneOptions& options,
                                                              Backend& cpu, std::string* why)>;
-
-// A GPU, and the NCCL of this process.
-struct OpenGpu {
-  std::shared_ptr<GpuDevice> device;
-  NcclApi* nccl = nullptr;  // lives as long as the process
-  std::string no_nccl{};    // why there is none
-  GpuPlaneMaker make_plane{};
-};
 
 // Note [Which plane for a GPU]
 // All members of a set must use the same plane, and what each can do only it knows. So when the set's first bucket of
@@ -43,5 +37,13 @@ struct OpenGpu {
 // is not NCCL. `cpu` is the set's plane for CPU tensors and outlives the result; nothing else runs on it meanwhile.
 std::unique_ptr<Backend> make_gpu_plane(const OpenGpu& gpu, const GpuPlaneOptions& options, Backend& cpu,
                                         std::string* why);
+
+// A GPU, and the NCCL of this process.
+struct OpenGpu {
+  std::shared_ptr<GpuDevice> device;
+  NcclApi* nccl = nullptr;  // lives as long as the process
+  std::string no_nccl{};    // why there is none
+  GpuPlaneMaker make_plane = make_gpu_plane;
+};
 
 }  // namespace fusewire

@@ -134,6 +134,7 @@ Config Config::from_environment(const Lookup& get) {
     const bool off = parse_integer(kStallCheckDisable, *disable, 0, 1) == 1;
     if (off && !get("FUSEWIRE_STALL_CHECK_TIME")) config.stall_check_seconds = 0;
   }
+  config.nccl_shares_gpus = get("NCCL_MULTI_RANK_GPU_ENABLE") == "1";
   return config;
 }
 

@@ -57,6 +57,9 @@ struct Config {
   // "nccl" (an error where it cannot be used) or "staged" (through host memory, by the data plane for CPU tensors).
   std::string gpu_backend = "auto";
 
+  // NCCL_MULTI_RANK_GPU_ENABLE, NCCL's own knob, only looked at: 1 lets ranks share a GPU where NCCL knows how to.
+  bool nccl_shares_gpus = false;
+
   // FUSEWIRE_MPI_MODULE, a path: the module that calls MPI, where it is not the one built with Fusewire but, say, one
   // for another MPI. "" is the one beside the extension.
   std::string mpi_module;

@@ -4,40 +4,14 @@
 #include <sched.h>
 
 #include <algorithm>
-#include <atomic>
-#include <chrono>
-#include <limits>
-#include <mutex>
-#include <optional>
-#include <thread>
 #include <utility>
 
-#include "common/futex.h"
-#include "common/logging.h"
-#include "engine/activity.h"
-#include "engine/completion.h"
-#include "engine/executor.h"
-#include "engine/gpu_launcher.h"
-#include "engine/interruption.h"
-#include "engine/plane_table.h"
-#include "engine/progress.h"
-#include "engine/recorder.h"
+#include "engine/engine_impl.h"
 #include "engine/submission.h"
 #include "engine/thread.h"
 
 namespace fusewire {
 namespace {
-
-using Clock = std::chrono::steady_clock;
-
-// Counts fork() calls as seen from the child: an engine born under another count belongs to the parent.
-std::atomic<uint32_t> fork_count{0};
-
-uint32_t watch_forks() {
-  [[maybe_unused]] static const int registered =
-      pthread_atfork(nullptr, nullptr, [] { fork_count.fetch_add(1, std::memory_order_relaxed); });
-  return fork_count.load(std::memory_order_relaxed);
-}
 
 int online_cores() {
   cpu_set_t cores;
@@ -73,14 +47,6 @@ std::optional<std::chrono::nanoseconds> stall_interval(const Config& config) {
   return to_duration(shortest);
 }
 
-constexpr int64_t kNever = std::numeric_limits<int64_t>::max();
-
-int64_t nanoseconds_at(std::optional<std::chrono::nanoseconds> from_now) {
-  if (!from_now) return kNever;
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(Clock::now().time_since_epoch()).count() +
-         from_now->count();
-}
-
 // Both may own Python objects: Note [Who drops a keep-alive].
 struct KeptAlive {
   KeptAlive(std::shared_ptr<void> owned, Allocator made_by) : owner(std::move(owned)), allocate(std::move(made_by)) {}
@@ -93,101 +59,45 @@ constexpr std::chrono::seconds kDrainTime{5};
 
 }  // namespace
 
-class Engine::Impl {
- public:
-  Impl(std::unique_ptr<Endpoint> endpoint, const Config& config, GpuOpener open_gpu)
-      : config_(config),
-        endpoint_(std::move(endpoint)),
-        logger_(config.log_level, endpoint_->rank()),
-        spin_(spin_time(config, endpoint_->size())),
-        seat_(endpoint_->seat()),
-        recorder_(endpoint_->rank(), endpoint_->size()),
-        gpu_(endpoint_->rank(), std::move(open_gpu),
-             {.kind = config_.gpu_backend, .abort_after = to_duration(config_.stall_abort_seconds)}),
-        executor_(completion_, recorder_, gpu_, [this] { seat_.ring(); }),
-        planes_(*endpoint_,
-                make_plane_source(DeviceType::kCpu, {*endpoint_, config_, logger_, plane_options(config, spin_)})),
-        progress_(*endpoint_, config_, logger_, completion_, executor_, planes_, recorder_),
-        activity_([this](std::string text) {
-          progress_.tell_activity(std::move(text));
-          seat_.ring();
-        }) {
-    progress_.on_probe([this] { activity_.ask(); });
-    if (!config_.timeline.empty()) {
-      recorder_.timeline().start(config_.timeline, config_.timeline_mark_cycles, config_.timeline_limit);
-    }
-    std::vector<int32_t> everybody(static_cast<size_t>(endpoint_->size()));
-    for (size_t i = 0; i < everybody.size(); ++i) everybody[i] = static_cast<int32_t>(i);
-    planes_.add(0, std::move(everybody));
-    endpoint_->watch([this](const Departure& departure) { on_departure(departure); });
-    coordinator_thread_ = start_thread("fw-coord", [this] { coordinate(); });
+uint32_t count_forks() {
+  static std::atomic<uint32_t> count{0};
+  [[maybe_unused]] static const int registered =
+      pthread_atfork(nullptr, nullptr, [] { count.fetch_add(1, std::memory_order_relaxed); });
+  return count.load(std::memory_order_relaxed);
+}
+
+Engine::Impl::Impl(std::unique_ptr<Endpoint> endpoint, const Config& config, GpuOpener open_gpu)
+    : config_(config),
+      endpoint_(std::move(endpoint)),
+      logger_(config.log_level, endpoint_->rank()),
+      spin_(spin_time(config, endpoint_->size())),
+      seat_(endpoint_->seat()),
+      recorder_(endpoint_->rank(), endpoint_->size()),
+      gpu_(endpoint_->rank(), std::move(open_gpu),
+           {.kind = config_.gpu_backend,
+            .abort_after = to_duration(config_.stall_abort_seconds),
+            .nccl_shares_gpus = config_.nccl_shares_gpus},
+           {[this](const DeviceWork& work, auto took) { executor_.device_ended(work, took); },
+            [this](const auto& plane, const Error& error) { executor_.device_failed(plane, error); }}),
+      executor_(completion_, recorder_, gpu_, [this] { seat_.ring(); }),
+      planes_(*endpoint_,
+              make_plane_source(DeviceType::kCpu, {*endpoint_, config_, logger_, plane_options(config, spin_)})),
+      progress_(*endpoint_, config_, logger_, completion_, executor_, planes_, recorder_),
+      activity_([this](std::string text) {
+        progress_.tell_activity(std::move(text));
+        seat_.ring();
+      }),
+      watched_every_(endpoint_->rank() == 0 ? stall_interval(config_) : std::nullopt) {
+  progress_.on_probe([this] { activity_.ask(); });
+  if (!config_.timeline.empty()) {
+    recorder_.timeline().start(config_.timeline, config_.timeline_mark_cycles, config_.timeline_limit);
   }
-
-  ~Impl() { shutdown(true, "its engine was destroyed"); }
-
-  Handle submit(Submission submission, bool wake);
-  void wait(const HandleState& handle, const std::function<void()>& on_signal);
-  void shutdown(bool clean, const std::string& reason);
-
-  bool has_work() const { return progress_.has_work() || executor_.has_runnable(); }
-  bool forked() const { return fork_count.load(std::memory_order_relaxed) != born_at_fork_; }
-  void check_usable() const;
-
-  const Config config_;
-  const std::unique_ptr<Endpoint> endpoint_;
-  const Logger logger_;
-  const std::chrono::microseconds spin_;
-  Seat& seat_;
-  Completion completion_;
-  Recorder recorder_;
-  GpuLauncher gpu_;
-  Executor executor_;
-  PlaneTable planes_;
-  Progress progress_;
-  ActivityProbe activity_;
-
- private:
-  void coordinate();
-  void drive(const HandleState& handle, const std::function<void()>& on_signal);
-  bool run_inline(const Interruption& interruption);
-  bool spin(const HandleState& handle);
-  void leave_seat();
-  std::optional<std::chrono::nanoseconds> look_in();
-  void on_departure(const Departure& departure);
-
-  const uint32_t born_at_fork_ = watch_forks();
-  // When the sleeping coordinator thread will look at the stall times by itself, in steady-clock nanoseconds. A caller
-  // that leaves the seat with an earlier deadline pending wakes it, so that somebody watches the clock.
-  std::atomic<int64_t> armed_until_{kNever};
-  // Note [Lent progress]
-  // A driver that runs a bucket has no use for progress_ meanwhile, but rank 0's has to report stalls, and the bucket
-  // may be what stalls. So it offers progress_ for that time; the coordinator thread, which wakes by itself when stall
-  // times may be over, borrows it, and the driver, when its bucket has ended, waits until it is back.
-  enum : uint32_t { kOwned, kOffered, kBorrowed };
-  class Loan {
-   public:
-    explicit Loan(std::atomic<uint32_t>& state) : state_(state) { state_.store(kOffered, std::memory_order_release); }
-    ~Loan() {
-      for (uint32_t state = kOffered; !state_.compare_exchange_strong(state, kOwned, std::memory_order_acquire);) {
-        if (state == kBorrowed) futex_wait(state_, kBorrowed);
-        state = kOffered;
-      }
-    }
-    Loan(const Loan&) = delete;
-    Loan& operator=(const Loan&) = delete;
-
-   private:
-    std::atomic<uint32_t>& state_;
-  };
-  std::atomic<uint32_t> loan_{kOwned};
-  // How often the coordinator thread of rank 0 looks whether something has stalled while callers drive; none: never.
-  const std::optional<std::chrono::nanoseconds> watched_every_ =
-      endpoint_->rank() == 0 ? stall_interval(config_) : std::nullopt;
-  std::atomic<bool> closing_{false};
-  std::atomic<bool> closed_{false};
-  std::mutex shutdown_mutex_;  // held for all of shutdown(); taken before every other lock
-  std::thread coordinator_thread_;
-};
+  std::vector<int32_t> everybody(static_cast<size_t>(endpoint_->size()));
+  for (size_t i = 0; i < everybody.size(); ++i) everybody[i] = static_cast<int32_t>(i);
+  planes_.add(0, std::move(everybody));
+  endpoint_->watch([this](const Departure& departure) { on_departure(departure); });
+  coordinator_thread_ = start_thread("fw-coord", [this] { coordinate(); });
+}
 
 void Engine::Impl::check_usable() const {
   if (forked()) {
@@ -229,145 +139,6 @@ Handle Engine::Impl::submit(Submission submission, bool wake) {
   return handle;
 }
 
-void Engine::Impl::wait(const HandleState& handle, const std::function<void()>& on_signal) {
-  while (!handle.done()) {
-    if (forked()) check_usable();
-    if (seat_.take_as_caller()) {
-      drive(handle, on_signal);
-      continue;
-    }
-    // Somebody else drives. The coordinator thread gives way when it sees a waiter; another caller finishes its own
-    // wait first, and completes ours on the way or leaves the seat. It may sleep, and not know of our submission yet.
-    const Completion::Ticket ticket = completion_.begin_wait();
-    seat_.ring();
-    bool interrupted = false;
-    if (!handle.done() && seat_.state() != SeatState::kIdle && seat_.state() != SeatState::kWoken) {
-      interrupted = completion_.sleep(ticket);
-    }
-    completion_.end_wait();
-    // The driver may have left the seat to us although we do not need it any more: then the work is still there.
-    if ((interrupted || handle.done()) && has_work()) seat_.ring();
-    if (interrupted && on_signal) on_signal();
-  }
-}
-
-// Holds the seat until the handle is done.
-void Engine::Impl::drive(const HandleState& handle, const std::function<void()>& on_signal) {
-  bool interrupted = false;
-  const Interruption inside(on_signal, endpoint_->rank());  // of a bucket
-  while (!handle.done() && !interrupted && !inside.error()) {
-    if (closed_.load(std::memory_order_seq_cst)) {
-      progress_.close(completion_.failure());  // submitted while shutdown() was at work
-      break;
-    }
-    if (closing_.load(std::memory_order_seq_cst)) break;
-    bool worked = progress_.step();
-    worked |= run_inline(inside);
-    if (worked || handle.done() || spin(handle)) continue;
-
-    const auto timeout = progress_.time_to_deadline();
-    const uint32_t ticket = seat_.announce_sleep();
-    if (handle.done() || has_work() || closing_.load(std::memory_order_seq_cst)) {
-      seat_.cancel_sleep();
-      continue;
-    }
-    interrupted = seat_.sleep(ticket, timeout);
-  }
-  leave_seat();
-  if (inside.error()) inside.rethrow();
-  if (interrupted && on_signal) on_signal();
-  if (closing_.load(std::memory_order_seq_cst) && !handle.done()) {
-    // shutdown() fails every handle as soon as it has the seat.
-    const Completion::Ticket ticket = completion_.begin_wait();
-    if (!handle.done()) completion_.sleep(ticket);
-    completion_.end_wait();
-  }
-}
-
-// Note [Inline buckets]. A driver that runs a bucket sends nothing meanwhile, so it must not run one while a peer may
-// still lack the rest of the very response that starts it: then the executor thread does.
-bool Engine::Impl::run_inline(const Interruption& interruption) {
-  if (!executor_.has_runnable()) return false;
-  if (!endpoint_->has_unsent()) {
-    if (watched_every_ && armed_until_.load(std::memory_order_relaxed) == kNever) {
-      armed_until_.store(0, std::memory_order_seq_cst);
-      seat_.alarm();
-    }
-    const Loan loan(loan_);
-    return executor_.run_one(&interruption);
-  }
-  executor_.hand_over();
-  return false;
-}
-
-// Looks for work for a short while; true when there is some.
-bool Engine::Impl::spin(const HandleState& handle) {
-  if (spin_.count() == 0) return false;
-  const auto until = Clock::now() + spin_;
-  do {
-    for (int i = 0; i < 32; ++i) {
-      if (has_work() || handle.done()) return true;
-      cpu_relax();
-    }
-  } while (Clock::now() < until);
-  return false;
-}
-
-void Engine::Impl::leave_seat() {
-  // The last bucket's completion is passed on here, so that a synchronous call need not wake the coordinator thread.
-  if (!closing_.load(std::memory_order_seq_cst)) progress_.step();
-  const int64_t deadline = nanoseconds_at(progress_.time_to_deadline());
-  seat_.leave();
-  completion_.notify();
-  if (has_work() || deadline < armed_until_.load(std::memory_order_seq_cst)) seat_.ring();
-}
-
-void Engine::Impl::coordinate() {
-  while (!closed_.load(std::memory_order_seq_cst)) {
-    const uint32_t ticket = seat_.ticket();
-    std::optional<std::chrono::nanoseconds> timeout;
-    armed_until_.store(kNever, std::memory_order_seq_cst);
-    if (!closing_.load(std::memory_order_seq_cst) && seat_.take_as_coordinator()) {
-      // Note [Inline buckets]
-      while (!completion_.has_waiters() && !closing_.load(std::memory_order_seq_cst) &&
-             (progress_.step() || (!endpoint_->has_unsent() && executor_.run_one_if(config_.inline_limit)))) {
-      }
-      executor_.hand_over();
-      timeout = progress_.time_to_deadline();
-      armed_until_.store(nanoseconds_at(timeout), std::memory_order_seq_cst);
-      seat_.leave();
-      completion_.notify();
-      if (!completion_.has_waiters() && progress_.has_work()) continue;
-    } else if (watched_every_ && !closing_.load(std::memory_order_seq_cst)) {
-      timeout = look_in();
-      armed_until_.store(nanoseconds_at(timeout), std::memory_order_seq_cst);
-    }
-    if (closed_.load(std::memory_order_seq_cst)) break;
-    seat_.sleep_as_coordinator(ticket, timeout);
-  }
-}
-
-// See Note [Lent progress]. Returns how long to sleep.
-std::optional<std::chrono::nanoseconds> Engine::Impl::look_in() {
-  std::chrono::nanoseconds sleep = *watched_every_;
-  uint32_t state = kOffered;
-  if (!loan_.compare_exchange_strong(state, kBorrowed, std::memory_order_acquire)) return sleep;
-  while (progress_.step()) {
-  }
-  if (const auto due = progress_.time_to_deadline()) sleep = std::min(sleep, *due);
-  loan_.store(kOffered, std::memory_order_release);
-  futex_wake(loan_, 1);
-  return sleep;
-}
-
-void Engine::Impl::on_departure(const Departure& departure) {
-  // A bucket that runs may be waiting for memory that nobody will write any more. If nothing runs, nobody is disturbed.
-  // The driver is told first: either it knows before it starts the next bucket, or that bucket is seen here.
-  progress_.departed(departure);
-  if (!departure.clean && executor_.busy()) planes_.abort(departure.rank);
-  seat_.ring();
-}
-
 void Engine::Impl::shutdown(bool clean, const std::string& reason) {
   if (forked()) return;
   const std::lock_guard lock(shutdown_mutex_);
@@ -378,6 +149,8 @@ void Engine::Impl::shutdown(bool clean, const std::string& reason) {
     if (clean && !completion_.failed()) {
       executor_.hand_over();
       executor_.wait_until_drained(kDrainTime);
+    } else if (clean) {
+      executor_.wait_for_device(kDrainTime);  // what the failure did not concern
     }
     if (!executor_.busy()) return;
     clean = false;
@@ -407,6 +180,12 @@ void Engine::Impl::shutdown(bool clean, const std::string& reason) {
   completion_.notify();
   coordinator_thread_.join();
   executor_.stop();
+  const bool ended = executor_.wait_for_device(kDrainTime);
+  gpu_.stop();
+  if (!ended) {
+    logger_.warning("a GPU has not ended what it was given for a collective, not even after that was aborted");
+    completion_.leak_retired();
+  }
   activity_.stop();
   recorder_.timeline().stop();
   completion_.drop_retired();
@@ -427,7 +206,7 @@ Handle Engine::submit(Submission submission, bool wake) { return impl_->submit(s
 
 void Engine::wait(const Handle& handle, const std::function<void()>& on_signal) {
   if (!handle->done()) impl_->wait(*handle, on_signal);
-  handle->drop_keep_alive();
+  if (!handle->event()) handle->drop_keep_alive();  // else drop_retired() does it when it may
   impl_->completion_.drop_retired();
   if (!handle->ok()) throw *handle->error();
 }
@@ -436,7 +215,7 @@ void Engine::wait_all(const std::vector<Handle>& handles, const std::function<vo
   std::shared_ptr<const Error> first;
   for (const Handle& handle : handles) {
     if (!handle->done()) impl_->wait(*handle, on_signal);
-    handle->drop_keep_alive();
+    if (!handle->event()) handle->drop_keep_alive();
     if (!handle->ok() && !first) first = handle->error();
   }
   impl_->completion_.drop_retired();

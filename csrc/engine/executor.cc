@@ -69,7 +69,7 @@ std::shared_ptr<const Error> Executor::run_parts(Assignment& assignment, const I
     for (Bucket& part : assignment.parts) {
       if (by != nullptr) part.on_signal = by->ask();
       if (part.device == DeviceType::kCuda) {
-        gpu_.launch(part, plane);
+        gpu_.launch(part, plane, recorder_.timeline().on());
       } else {
         plane.backend->run(part);
       }
@@ -83,13 +83,75 @@ std::shared_ptr<const Error> Executor::run_parts(Assignment& assignment, const I
   }
 }
 
+// Null: nothing is left on a device.
+SharedEvent Executor::follow(const Assignment& assignment, bool report_completion) {
+  {
+    const std::lock_guard lock(mutex_);
+    ++on_device_;
+  }
+  SharedEvent end = gpu_.follow({.plane = assignment.plane,
+                                 .bucket = assignment.bucket,
+                                 .process_set = assignment.process_set,
+                                 .kind = assignment.parts.front().kind,
+                                 .report_completion = report_completion});
+  if (!end) {
+    const std::lock_guard lock(mutex_);
+    --on_device_;
+  }
+  return end;
+}
+
+void Executor::device_ended(const DeviceWork& work, std::optional<std::chrono::nanoseconds> took) {
+  recorder_.device_ended(work, took);
+  const bool aborted = work.plane->gpu.aborted();
+  const bool report = work.report_completion && !aborted;
+  {
+    const std::lock_guard lock(mutex_);
+    --on_device_;
+    if (aborted) {
+      in_trouble(std::make_shared<Error>(ErrorCode::kPeerLost, "work on a GPU was stopped, and has given no result"));
+    }
+    if (report) {
+      completed_.push_back(work.bucket);
+      has_completed_.store(true, std::memory_order_release);
+    }
+    drained_.notify_all();
+  }
+  completion_.look_again();
+  if (report || aborted) after_run_();
+}
+
+void Executor::device_failed(const std::shared_ptr<Plane>& plane, const Error& error) {
+  {
+    const std::lock_guard lock(mutex_);
+    in_trouble(explain(error, *plane));
+  }
+  after_run_();
+}
+
+void Executor::in_trouble(std::shared_ptr<const Error> error) {
+  if (!trouble_) trouble_ = std::move(error);
+  has_trouble_.store(true, std::memory_order_release);
+}
+
 void Executor::run(Assignment assignment, bool on_own_thread, const Interruption* by) {
   recorder_.run_begins(assignment);
-  const std::shared_ptr<const Error> error = assignment.failure ? assignment.failure : run_parts(assignment, by);
-  // The other members must not wait for this one in vain, nor what they have on their devices.
-  if (error) assignment.plane->abort();
-  SharedEvent event = assignment.uses_gpu() ? gpu_.mark() : nullptr;
-  for (FinishedUnit& unit : assignment.units) unit.result.event = event;
+  std::shared_ptr<const Error> error = assignment.failure ? assignment.failure : run_parts(assignment, by);
+  bool report = assignment.report_completion && !error;
+  if (assignment.uses_gpu()) {
+    const SharedEvent event = follow(assignment, report);
+    for (FinishedUnit& unit : assignment.units) unit.result.event = event;
+    report = false;  // later
+    if (!event && !error) error = std::make_shared<Error>(ErrorCode::kCollective, "CUDA has failed after a launch");
+  }
+  if (error) {
+    {
+      const std::lock_guard lock(mutex_);
+      in_trouble(error);  // before the abort makes trouble of its own
+    }
+    // The other members must not wait for this one in vain, nor what they have on their devices.
+    assignment.plane->abort();
+  }
   recorder_.run_ends(assignment, error.get(), on_own_thread);
 
   std::vector<FinishedUnit> done;
@@ -102,11 +164,9 @@ void Executor::run(Assignment assignment, bool on_own_thread, const Interruption
     if (!error || known) {
       done = std::move(assignment.units);
     } else {
-      if (!trouble_) trouble_ = error;
-      has_trouble_.store(true, std::memory_order_release);
       for (FinishedUnit& unit : assignment.units) unresolved_.push_back(std::move(unit));
     }
-    if (!error && assignment.report_completion) {
+    if (report) {
       completed_.push_back(assignment.bucket);
       has_completed_.store(true, std::memory_order_release);
     }
@@ -156,7 +216,7 @@ void Executor::thread_main() {
 
 bool Executor::busy() const {
   const std::lock_guard lock(mutex_);
-  return running_ || !queue_.empty() || !unresolved_.empty();
+  return running_ || !queue_.empty() || !unresolved_.empty() || on_device_ > 0;
 }
 
 std::vector<uint64_t> Executor::take_completed() {
@@ -198,7 +258,12 @@ void Executor::fail_all(const std::shared_ptr<const Error>& error, int rank) {
 
 void Executor::wait_until_drained(std::chrono::nanoseconds at_most) {
   std::unique_lock lock(mutex_);
-  drained_.wait_for(lock, at_most, [this] { return !running_ && queue_.empty(); });
+  drained_.wait_for(lock, at_most, [this] { return !running_ && queue_.empty() && on_device_ == 0; });
+}
+
+bool Executor::wait_for_device(std::chrono::nanoseconds at_most) {
+  std::unique_lock lock(mutex_);
+  return drained_.wait_for(lock, at_most, [this] { return on_device_ == 0; });
 }
 
 }  // namespace fusewire

@@ -55,6 +55,11 @@ struct Assignment {
 // small buckets itself and hands large ones to the executor thread, which is started when first needed, so that
 // negotiation goes on meanwhile. `running_` makes sure that there is only one at a time, whoever it is.
 //
+// Note [Buckets on a GPU]
+// When run() has launched such a bucket, its units are done, with the event to wait for in their results. The bucket
+// itself has not come to its end: until the event is reached, this executor is busy(), which is what makes a peer's
+// death abort the planes, and shutdown() wait; and only then the root is told. GpuLauncher's thread reports the end.
+//
 // Lock order: mutex_, then Completion's failure mutex. Held for a few instructions, never while a bucket runs or a
 // callback is called.
 class Executor {
@@ -69,7 +74,7 @@ class Executor {
   bool run_one_if(int64_t bytes_at_most) { return run_one_if(bytes_at_most, false, nullptr); }  // for small ones only
   void hand_over();  // wakes the executor thread for what is queued
   bool has_runnable() const { return runnable_.load(std::memory_order_acquire); }
-  bool busy() const;  // queued or running
+  bool busy() const;  // queued, running, or at work on the GPU
 
   // Numbers of buckets to report to the root. Cheap when there are none.
   std::vector<uint64_t> take_completed();
@@ -84,6 +89,11 @@ class Executor {
   static constexpr int kAnyRank = -1;
   void fail_all(const std::shared_ptr<const Error>& error, int rank = kAnyRank);
   void wait_until_drained(std::chrono::nanoseconds at_most);
+  bool wait_for_device(std::chrono::nanoseconds at_most);  // false: it is still at work
+
+  // What the launcher's thread reports: GpuWatch::Callbacks.
+  void device_ended(const DeviceWork& work, std::optional<std::chrono::nanoseconds> took);
+  void device_failed(const std::shared_ptr<Plane>& plane, const Error& error);
   void stop();  // joins the thread; idempotent
 
  private:
@@ -92,6 +102,8 @@ class Executor {
   bool claim(int64_t bytes_at_most, Assignment& out);
   void run(Assignment assignment, bool on_own_thread, const Interruption* by);
   std::shared_ptr<const Error> run_parts(Assignment& assignment, const Interruption* by);
+  SharedEvent follow(const Assignment& assignment, bool report_completion);
+  void in_trouble(std::shared_ptr<const Error> error);  // under mutex_
   void thread_main();
 
   Completion& completion_;
@@ -105,6 +117,7 @@ class Executor {
   std::vector<uint64_t> completed_;
   std::vector<FinishedUnit> unresolved_;
   std::shared_ptr<const Error> trouble_;
+  int on_device_ = 0;  // assignments with work on the GPU
   bool running_ = false;
   bool handed_over_ = false;
   bool stopping_ = false;

@@ -24,8 +24,8 @@ void wait_for_producers(GpuDevice& device, const Bucket& part) {
 
 }  // namespace
 
-GpuLauncher::GpuLauncher(int rank, GpuOpener opener, GpuPlaneOptions options)
-    : rank_(rank), opener_(std::move(opener)), options_(std::move(options)) {}
+GpuLauncher::GpuLauncher(int rank, GpuOpener opener, GpuPlaneOptions options, GpuWatch::Callbacks callbacks)
+    : rank_(rank), opener_(std::move(opener)), options_(std::move(options)), callbacks_(std::move(callbacks)) {}
 
 void GpuLauncher::claim(const Device& device) {
   if (!opener_) {
@@ -41,15 +41,20 @@ void GpuLauncher::claim(const Device& device) {
                                                " on this rank, where its first CUDA tensor was; one rank uses one GPU");
 }
 
-void GpuLauncher::open() {
-  if (gpu_.device) return;
-  if (!opener_) {
-    throw Error(ErrorCode::kCollective,
-                "rank " + std::to_string(rank_) +
-                    " cannot take part in a collective on CUDA tensors: its build of Fusewire, or its process, has no "
-                    "CUDA");
+void GpuLauncher::open(const Plane& set) {
+  if (watch_) return;
+  const auto cannot = [&](const std::string& why) {
+    return Error(ErrorCode::kCollective,
+                 "rank " + std::to_string(rank_) + " cannot take part in a collective on CUDA tensors: " + why,
+                 set.number_of(rank_));
+  };
+  if (!opener_) throw cannot("its build of Fusewire, or its process, has no CUDA");
+  try {
+    gpu_ = opener_(index_.load(std::memory_order_relaxed));
+    watch_ = std::make_unique<GpuWatch>(gpu_.device, options_.abort_after, callbacks_);
+  } catch (const std::exception& error) {
+    throw cannot(error.what());
   }
-  gpu_ = opener_(index_.load(std::memory_order_relaxed));
   int unknown = -1;
   index_.compare_exchange_strong(unknown, gpu_.device->index(), std::memory_order_relaxed);
 }
@@ -59,25 +64,36 @@ Backend& GpuLauncher::plane_of(Plane& set) const {
   GpuPlaneOptions options = options_;
   options.rank = set.number_of(rank_);
   options.size = static_cast<int>(set.ranks.size());
+  options.job_rank = rank_;
   std::string why;
-  set.gpu.put(gpu_.make_plane(gpu_, options, *set.backend, &why), std::move(why));
+  std::unique_ptr<Backend> plane = gpu_.make_plane(gpu_, options, *set.backend, &why);
+  set.gpu.put(std::move(plane), std::move(why));
   return *set.gpu.get();
 }
 
-void GpuLauncher::launch(const Bucket& part, Plane& set) {
-  open();
+void GpuLauncher::launch(const Bucket& part, Plane& set, bool timed) {
+  open(set);
   Backend& plane = plane_of(set);
   wait_for_producers(*gpu_.device, part);
+  if (timed && !begin_) begin_ = gpu_.device->mark(gpu_.device->stream(), true);
   plane.run(part);
 }
 
-SharedEvent GpuLauncher::mark() const {
-  if (!gpu_.device) return nullptr;
+SharedEvent GpuLauncher::follow(DeviceWork work) {
+  if (!watch_) return nullptr;
   try {
-    return gpu_.device->mark();
+    work.begin = std::exchange(begin_, nullptr);
+    work.end = gpu_.device->mark(gpu_.device->stream(), work.begin != nullptr);
   } catch (const Error&) {
     return nullptr;
   }
+  SharedEvent end = work.end;
+  watch_->follow(std::move(work));
+  return end;
+}
+
+void GpuLauncher::stop() {
+  if (watch_) watch_->stop();
 }
 
 }  // namespace fusewire

@@ -121,6 +121,7 @@ void Recorder::run_ends(Assignment& assignment, const Error* failure, bool by_ex
   }
   const size_t done = failure == nullptr ? assignment.units.size() : 0;
   counters_.ran(assignment.parts.front().kind, done, assignment.bytes, duration, by_executor);
+  if (assignment.uses_gpu()) counters_.ran_on_gpu();
   if (failure != nullptr) counters_.failed(assignment.units.size());
   for (FinishedUnit& unit : assignment.units) {
     if (unit.trace.observer != nullptr) [[unlikely]]
@@ -132,6 +133,18 @@ void Recorder::run_ends(Assignment& assignment, const Error* failure, bool by_ex
   record.kind = TraceKind::kRan;
   record.end = Timeline::now();
   timeline_.record(record, failure == nullptr ? std::string_view() : std::string_view(failure->what()));
+}
+
+void Recorder::device_ended(const DeviceWork& work, std::optional<std::chrono::nanoseconds> took) {
+  if (!took || !timeline_.on()) return;
+  TraceRecord record;
+  record.kind = TraceKind::kDevice;
+  record.what = static_cast<uint8_t>(work.kind);
+  record.set = work.process_set;
+  record.a = static_cast<int64_t>(work.bucket);
+  record.end = Timeline::now();
+  record.begin = record.end - took->count();
+  timeline_.record(record);
 }
 
 void Recorder::Chunks::chunk(ChunkStep step, Clock::time_point begin, Clock::time_point end, int64_t from, int64_t to) {

@@ -3,6 +3,7 @@
 
 #include <chrono>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <string_view>
 
@@ -15,6 +16,7 @@
 namespace fusewire {
 
 struct Assignment;
+struct DeviceWork;
 
 class Recorder {
  public:
@@ -44,6 +46,10 @@ class Recorder {
   // On the thread that runs the bucket: before the data plane and after it. `failure` is null where all went well.
   void run_begins(Assignment& assignment);
   void run_ends(Assignment& assignment, const Error* failure, bool by_executor);
+
+  // What a bucket has left on the GPU has ended just now; `took` is there where it was timed. On the thread that
+  // follows it.
+  void device_ended(const DeviceWork& work, std::optional<std::chrono::nanoseconds> took);
 
  private:
   class Chunks final : public ChunkTrace {

@@ -80,6 +80,7 @@ EngineStats StatsCounters::snapshot() const {
   stats.skipped = skipped_.load(std::memory_order_relaxed);
   stats.inline_buckets = inline_.get();
   stats.executor_buckets = executor_.get();
+  stats.gpu_buckets = gpu_.get();
   stats.plane_seconds = rate_.seconds(plane_ticks_.get());
   stats.negotiation = negotiation_.snapshot();
   stats.bucket_units = bucket_units_.snapshot();

@@ -35,6 +35,7 @@ struct EngineStats {
   uint64_t skipped = 0;           // units for which no rank had anything
   uint64_t inline_buckets = 0;    // run by a thread that waited, or by the coordinator thread
   uint64_t executor_buckets = 0;  // run by the executor thread
+  uint64_t gpu_buckets = 0;       // of those, with CUDA tensors in them
   double plane_seconds = 0;       // inside the data planes, waits for other ranks included
   CacheCounts cache;
   HistogramSnapshot negotiation;  // nanoseconds from submission to answer
@@ -72,7 +73,7 @@ class LogHistogram {
   std::vector<Counter> counts_;
 };
 
-// Writers: the driver (answered, ended) and whoever runs a bucket (ran).
+// Writers: the driver (answered, ended) and whoever runs a bucket (ran, ran_on_gpu).
 class StatsCounters {
  public:
   void answered(uint64_t nanoseconds) { negotiation_.add(nanoseconds); }
@@ -80,6 +81,8 @@ class StatsCounters {
   void skipped(uint64_t units) { skipped_.fetch_add(units, std::memory_order_relaxed); }  // any thread
   void failed(uint64_t units) { failed_.fetch_add(units, std::memory_order_relaxed); }    // any thread
   void ran(OpKind kind, size_t units, int64_t bytes, uint64_t duration_ticks, bool by_executor);
+
+  void ran_on_gpu() { gpu_.add(1); }
 
   EngineStats snapshot() const;  // without the cache's
 
@@ -95,6 +98,7 @@ class StatsCounters {
   std::atomic<uint64_t> skipped_{0};
   Counter inline_;
   Counter executor_;
+  Counter gpu_;
   Counter plane_ticks_;
   LogHistogram negotiation_{2};
   LogHistogram bucket_units_{0};

@@ -14,6 +14,7 @@ namespace fusewire {
 namespace {
 
 constexpr int kCyclesThread = 1;
+constexpr int kGpuThread = 2;
 constexpr int kFirstBucketThread = 100;
 constexpr int kFirstTensorThread = 1000;
 constexpr size_t kNameBytes = 300;      // of a tensor's name, escaped
@@ -138,6 +139,8 @@ void TimelineWriter::write(const TraceRecord& record, std::string_view text) {
       return chunk(record);
     case TraceKind::kRan:
       return end_bucket(record.end, text);
+    case TraceKind::kDevice:
+      return on_gpu(record);
     case TraceKind::kCycle:
       return event('i', kCyclesThread, "cycle", record.begin, -1, {});
   }
@@ -299,6 +302,14 @@ void TimelineWriter::end_bucket(int64_t at, std::string_view failure) {
   add_totals(arguments, bucket_.totals);
   if (!failure.empty()) add(arguments, "error", failure);
   event('E', bucket_.thread, to_string(static_cast<OpKind>(bucket_.record.what)), at, -1, arguments);
+}
+
+void TimelineWriter::on_gpu(const TraceRecord& record) {
+  if (!std::exchange(gpu_named_, true)) name_thread(kGpuThread, "GPU", kGpuThread);
+  std::string& arguments = fresh_arguments();
+  add(arguments, "bucket", record.a);
+  add(arguments, "process_set", record.set);
+  event('X', kGpuThread, to_string(static_cast<OpKind>(record.what)), record.begin, record.end, arguments);
 }
 
 // ---------------------------------------------------------------------------------------------------------------------

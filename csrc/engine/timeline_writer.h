@@ -75,6 +75,7 @@ class TimelineWriter {
   void open_bucket();
   void chunk(const TraceRecord& record);
   void end_bucket(int64_t at, std::string_view failure);
+  void on_gpu(const TraceRecord& record);
   void release(uint64_t number);
 
   Lane& lane_for(const std::string& name);
@@ -105,6 +106,7 @@ class TimelineWriter {
   std::unordered_map<uint64_t, Unit> units_;
   std::unordered_map<std::string, uint64_t> by_name_;  // units being negotiated
   Bucket bucket_;
+  bool gpu_named_ = false;
 };
 
 }  // namespace fusewire

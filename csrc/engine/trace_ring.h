@@ -21,6 +21,7 @@ enum class TraceKind : uint8_t {
   kMember,    // a unit of the bucket; a, b: its elements [a, b) in there
   kChunk,     // `step` of the bucket's elements [a, b)
   kRan,       // the bucket has ended; text: why it failed, if it did
+  kDevice,    // a bucket's time on the GPU; a: its number, what: its kind
   kCycle,
 };
 

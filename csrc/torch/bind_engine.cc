@@ -10,7 +10,6 @@
 #include <set>
 
 #include "collective/nccl/nccl_loader.h"
-#include "collective/staged/staged_backend.h"
 #include "torch/arguments.h"
 #include "torch/py_engine.h"
 #include "torch/python_errors.h"
@@ -82,6 +81,7 @@ py::dict stats_of(PyEngine& engine) {
   result["skipped"] = stats.skipped;
   result["inline_buckets"] = stats.inline_buckets;
   result["executor_buckets"] = stats.executor_buckets;
+  result["gpu_buckets"] = stats.gpu_buckets;
   result["plane_seconds"] = stats.plane_seconds;
   result["cache_hits"] = stats.cache.hits;
   result["cache_misses"] = stats.cache.misses;
@@ -148,9 +148,6 @@ OpenGpu PyEngine::open_gpu(int index) {
   OpenGpu result;
   result.device = gpu(index).device();
   result.nccl = find_nccl(&result.no_nccl);
-  result.make_plane = [](const OpenGpu& opened, const GpuPlaneOptions& options, Backend& cpu, std::string*) {
-    return make_staged_backend(opened.device, options, cpu);
-  };
   return result;
 }
 

@@ -61,6 +61,7 @@ class Stats:
     skipped: int = 0  # units that were done without moving data, because no rank had a value
     inline_buckets: int = 0  # run by a thread that waited for a result, or by the coordinator thread
     executor_buckets: int = 0  # handed to the executor thread, so that negotiation went on meanwhile
+    gpu_buckets: int = 0  # with CUDA tensors in them; the time they take on the GPU is not in data_plane_seconds
     data_plane_seconds: float = 0.0  # inside buckets, waits for other ranks included
     cache_hits: int = 0  # units announced by a number
     cache_misses: int = 0  # units announced with their full description: new, changed, or without a name
@@ -95,6 +96,7 @@ class Stats:
             ("bucket p50 / p95", f"{_size(self.bucket_bytes.p50)} / {_size(self.bucket_bytes.p95)}"),
             ("in data planes", _time(self.data_plane_seconds)),
             ("buckets inline / executor", f"{self.inline_buckets} / {self.executor_buckets}"),
+            *([("buckets on the GPU", str(self.gpu_buckets))] if self.gpu_buckets else []),
             ("cache hits", f"{self.cache_hits} of {asked} ({self.cache_hits / asked:.0%})" if asked else "-"),
             ("cache evictions", str(self.cache_evictions)),
             ("failed / skipped", f"{self.failed} / {self.skipped}"),
@@ -141,6 +143,7 @@ def _from_raw(raw: dict[str, Any], base: dict[str, Any]) -> Stats:
         skipped=count("skipped"),
         inline_buckets=count("inline_buckets"),
         executor_buckets=count("executor_buckets"),
+        gpu_buckets=count("gpu_buckets"),
         data_plane_seconds=count("plane_seconds"),
         cache_hits=count("cache_hits"),
         cache_misses=count("cache_misses"),

@@ -228,5 +228,11 @@ TEST(Config, TheProcessEnvironment) {
   EXPECT_EQ(Config::from_environment().cache_capacity, 4096);
 }
 
+TEST(Config, WhetherNcclSharesGpusIsItsOwnKnob) {
+  EXPECT_FALSE(read({}).nccl_shares_gpus);
+  EXPECT_FALSE(read({{"NCCL_MULTI_RANK_GPU_ENABLE", "0"}}).nccl_shares_gpus);
+  EXPECT_TRUE(read({{"NCCL_MULTI_RANK_GPU_ENABLE", "1"}}).nccl_shares_gpus);
+}
+
 }  // namespace
 }  // namespace fusewire

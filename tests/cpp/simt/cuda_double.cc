@@ -184,6 +184,11 @@ void CudaDouble::capture(Stream stream, bool on) {
   stream_of(stream).capturing = on;
 }
 
+void CudaDouble::hold(Stream stream, bool on) {
+  const std::lock_guard lock(mutex_);
+  stream_of(stream).held = on;
+}
+
 void* CudaDouble::take(size_t bytes, bool pinned) {
   const std::lock_guard lock(mutex_);
   auto memory = std::make_unique<unsigned char[]>(bytes + 1);
@@ -410,7 +415,7 @@ void CudaDouble::note(const Access& access, const Clock& clock) {
 bool CudaDouble::step() {
   std::vector<StreamState*> ready;
   for (const auto& stream : streams_) {
-    if (stream->queue.empty()) continue;
+    if (stream->queue.empty() || stream->held) continue;
     const Work& next = stream->queue.front();
     if (next.waits_for != nullptr && !next.waits_for->reached) continue;
     if (next.ready == nullptr || next.ready()) ready.push_back(stream.get());

@@ -71,6 +71,7 @@ class CudaDouble : public CudaApi {
   // The memory is not used any more by work that `stream` does not know of: what comes next may be given its addresses.
   void forget(const void* memory, size_t bytes, Stream stream);
   void capture(Stream stream, bool on);
+  void hold(Stream stream, bool on);  // nothing that is on it, or will be, is done meanwhile
 
   std::array<unsigned char, 16> gpu{};  // which one this pretends to be
 
@@ -103,6 +104,7 @@ class CudaDouble : public CudaApi {
     Clock clock;
     std::deque<Work> queue;
     bool capturing = false;
+    bool held = false;
   };
   struct EventState {
     bool timed = false;
