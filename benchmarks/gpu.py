@@ -383,6 +383,7 @@ def main() -> int:
         torch.set_num_threads(1)
         print("On the stand-in for a GPU: no number below means anything.")
     else:
+        torch.cuda.init()
         print(torch.cuda.get_device_name())
     warnings.filterwarnings("ignore")
     fw.init()

@@ -17,6 +17,10 @@ import pytest
 import rank_pool
 
 
+def pytest_addoption(parser):
+    parser.addoption("--cuda", action="store_true", help="ranks make their tensors on the GPU, or on the stand-in")
+
+
 def pytest_configure(config):
     config.addinivalue_line("markers", "ranks(*sizes, timeout, fresh, init, cuda): run the body on that many ranks")
     config.addinivalue_line("markers", "cuda: on ranks with a GPU, or with the stand-in")
@@ -68,7 +72,8 @@ def pytest_pyfunc_call(pyfuncitem):
     size = pyfuncitem.callspec.params["world_size"]
     keywords = {name: values[name] for name in pyfuncitem._fixtureinfo.argnames if name != "world_size"}
     options = dict(marker.kwargs)
-    cuda = options.pop("cuda", False)
+    cuda = "default" if pyfuncitem.config.getoption("--cuda") else options.pop("cuda", False)
+    options.pop("cuda", None)
     text = None
     try:
         rank_pool.run_equal(pool.get(size, cuda), pyfuncitem.obj, (), keywords, **options)

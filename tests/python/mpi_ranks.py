@@ -52,7 +52,7 @@ def start(size: int, port: int, folder: str, cuda: bool) -> tuple[list[MpiRank],
     address = str(Path(folder) / "pool")  # nobody else can look into that folder
     paths = [str(Path(__file__).parent)] + [p for p in sys.path if p]
     environment = {"FUSEWIRE_BACKEND": "mpi"} | os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    code = f"import mpi_ranks; mpi_ranks.main({address!r}, {size}, {port}, {folder!r}, {cuda})"
+    code = f"import mpi_ranks; mpi_ranks.main({address!r}, {size}, {port}, {folder!r}, {cuda!r})"
     with socket.socket(socket.AF_UNIX) as listener, log.open("w") as output:
         listener.bind(address)
         listener.listen(size)

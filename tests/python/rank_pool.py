@@ -263,6 +263,8 @@ def rank_main(rank, size, port, pipe, folder, cuda=False):
 
                 fake_cuda.install()
                 fusewire._core._set_cuda_api(fake_cuda.api_maker())
+            if cuda == "default":
+                torch.set_default_device("cuda")
             fusewire.init()
         except BaseException:
             pipe.send_bytes(pickle.dumps(("error", traceback.format_exc())))
