@@ -12,25 +12,60 @@ namespace {
 
 void check(cudaError_t error, const char* what) {
   if (error == cudaSuccess) return;
+  // It stays the thread's last error, and the next launch of a kernel would be taken for failed.
+  static_cast<void>(cudaGetLastError());
   throw Error(ErrorCode::kCollective, std::string(what) + ": " + cudaGetErrorString(error));
 }
 
-class CurrentDevice {
+// Whether the process uses the device already. Making it a thread's current one would else give it a context, hundreds
+// of megabytes on the first GPU for every rank that uses another. Only the driver can tell, and nothing here links it.
+bool in_use(int device) {
+  using State = int (*)(int device, unsigned* flags, int* active);  // cuDevicePrimaryCtxGetState
+  static const State state = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuDevicePrimaryCtxGetState", &function, 7000, cudaEnableDefault, &found);
+#else
+    const cudaError_t error =
+        cudaGetDriverEntryPoint("cuDevicePrimaryCtxGetState", &function, cudaEnableDefault, &found);
+#endif
+    if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) {
+      static_cast<void>(cudaGetLastError());
+      function = nullptr;
+    }
+    return reinterpret_cast<State>(function);
+  }();
+  unsigned flags = 0;
+  int active = 0;
+  return state == nullptr || state(device, &flags, &active) != 0 || active != 0;  // in doubt it is
+}
+
+// Note [On a device]
+// Nearly every call of the runtime's, cudaEventQuery too, works on the thread's current device and gives it a context.
+// So all of them are made under this. A thread gets back the device that it had, unless the process does not use that
+// one: torch leaves threads so, too. For the same time the thread is allowed what a capture of somebody else's CUDA
+// graph, which is none of this engine's business, forbids to all threads by default.
+class OnDevice {
  public:
-  explicit CurrentDevice(int device) {
+  explicit OnDevice(int device) {
     check(cudaGetDevice(&before_), "cudaGetDevice");
     if (before_ != device) check(cudaSetDevice(device), "cudaSetDevice");
     changed_ = before_ != device;
+    static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_));
   }
-  ~CurrentDevice() {
-    if (changed_) static_cast<void>(cudaSetDevice(before_));
+  ~OnDevice() {
+    static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode_));
+    if (changed_ && in_use(before_)) static_cast<void>(cudaSetDevice(before_));
   }
-  CurrentDevice(const CurrentDevice&) = delete;
-  CurrentDevice& operator=(const CurrentDevice&) = delete;
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
 
  private:
   int before_ = 0;
   bool changed_ = false;
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
 class Runtime : public CudaApi {
@@ -38,7 +73,7 @@ class Runtime : public CudaApi {
   Runtime(int device, const CudaKernels& kernels) : device_(device), kernels_(kernels) {}
 
   Stream create_stream() override {
-    const CurrentDevice current(device_);
+    const OnDevice on(device_);
     int lowest = 0;
     int highest = 0;
     check(cudaDeviceGetStreamPriorityRange(&lowest, &highest), "cudaDeviceGetStreamPriorityRange");
@@ -47,18 +82,23 @@ class Runtime : public CudaApi {
     return stream;
   }
   void destroy_stream(Stream stream) override {
+    const OnDevice on(device_);
     check(cudaStreamDestroy(static_cast<cudaStream_t>(stream)), "cudaStreamDestroy");
   }
   Event create_event(bool timed) override {
-    const CurrentDevice current(device_);
+    const OnDevice on(device_);
     cudaEvent_t event = nullptr;
     const unsigned flags = cudaEventBlockingSync | (timed ? cudaEventDefault : cudaEventDisableTiming);
     check(cudaEventCreateWithFlags(&event, flags), "cudaEventCreateWithFlags");
     return event;
   }
-  void destroy_event(Event event) override { check(cudaEventDestroy(as_event(event)), "cudaEventDestroy"); }
+  void destroy_event(Event event) override {
+    const OnDevice on(device_);
+    check(cudaEventDestroy(as_event(event)), "cudaEventDestroy");
+  }
 
   double elapsed_ms(Event from, Event to) override {
+    const OnDevice on(device_);
     float milliseconds = 0;
     check(cudaEventElapsedTime(&milliseconds, as_event(from), as_event(to)), "cudaEventElapsedTime");
     return milliseconds;
@@ -66,52 +106,65 @@ class Runtime : public CudaApi {
 
   // The default stream is that of the current device, so these need the right one as well.
   void record(Event event, Stream stream) override {
-    const CurrentDevice current(device_);
+    const OnDevice on(device_);
     check(cudaEventRecord(as_event(event), static_cast<cudaStream_t>(stream)), "cudaEventRecord");
   }
   void wait(Stream stream, Event event) override {
-    const CurrentDevice current(device_);
+    const OnDevice on(device_);
     check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), as_event(event), 0), "cudaStreamWaitEvent");
   }
   bool reached(Event event) override {
+    const OnDevice on(device_);
     const cudaError_t error = cudaEventQuery(as_event(event));
-    if (error == cudaErrorNotReady) return false;
+    if (error == cudaErrorNotReady) {
+      static_cast<void>(cudaGetLastError());  // as in check()
+      return false;
+    }
     check(error, "cudaEventQuery");
     return true;
   }
-  void synchronize(Event event) override { check(cudaEventSynchronize(as_event(event)), "cudaEventSynchronize"); }
+  void synchronize(Event event) override {
+    const OnDevice on(device_);
+    check(cudaEventSynchronize(as_event(event)), "cudaEventSynchronize");
+  }
   void call(Stream stream, void (*function)(void*), void* argument) override {
-    const CurrentDevice current(device_);
+    const OnDevice on(device_);
     check(cudaLaunchHostFunc(static_cast<cudaStream_t>(stream), function, argument), "cudaLaunchHostFunc");
   }
   bool capturing(Stream stream) override {
-    const CurrentDevice current(device_);
+    const OnDevice on(device_);
     cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
     check(cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status), "cudaStreamIsCapturing");
     return status != cudaStreamCaptureStatusNone;
   }
 
   void* allocate(size_t bytes) override {
-    const CurrentDevice current(device_);
+    const OnDevice on(device_);
     void* memory = nullptr;
     check(cudaMalloc(&memory, bytes), "cudaMalloc");
     return memory;
   }
-  void free(void* memory) override { check(cudaFree(memory), "cudaFree"); }
+  void free(void* memory) override {
+    const OnDevice on(device_);
+    check(cudaFree(memory), "cudaFree");
+  }
   void* allocate_pinned(size_t bytes) override {
-    const CurrentDevice current(device_);
+    const OnDevice on(device_);
     void* memory = nullptr;
     check(cudaHostAlloc(&memory, bytes, cudaHostAllocPortable), "cudaHostAlloc");
     return memory;
   }
-  void free_pinned(void* memory) override { check(cudaFreeHost(memory), "cudaFreeHost"); }
+  void free_pinned(void* memory) override {
+    const OnDevice on(device_);
+    check(cudaFreeHost(memory), "cudaFreeHost");
+  }
 
   void copy(void* to, const void* from, size_t bytes, Stream stream) override {
-    const CurrentDevice current(device_);
+    const OnDevice on(device_);
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, static_cast<cudaStream_t>(stream)), "cudaMemcpyAsync");
   }
   void fill(void* memory, int byte, size_t bytes, Stream stream) override {
-    const CurrentDevice current(device_);
+    const OnDevice on(device_);
     check(cudaMemsetAsync(memory, byte, bytes, static_cast<cudaStream_t>(stream)), "cudaMemsetAsync");
   }
 
@@ -126,7 +179,7 @@ class Runtime : public CudaApi {
   }
 
   void with_current(const std::function<void()>& function) override {
-    const CurrentDevice current(device_);
+    const OnDevice on(device_);
     function();
   }
 
@@ -141,7 +194,7 @@ class Runtime : public CudaApi {
  private:
   template <typename Args>
   void launch(int (*kernel)(const Args&), const Args& args, const char* what) {
-    const CurrentDevice current(device_);
+    const OnDevice on(device_);
     check(static_cast<cudaError_t>(kernel(args)), what);
   }
   static cudaEvent_t as_event(Event event) { return static_cast<cudaEvent_t>(event); }
