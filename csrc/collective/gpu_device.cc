@@ -64,6 +64,19 @@ GpuDevice::~GpuDevice() {
   }
 }
 
+void* GpuDevice::allocate(GpuMemory kind, size_t bytes) {
+  return kind == GpuMemory::kPinned ? api_->allocate_pinned(bytes) : api_->allocate(bytes);
+}
+
+// Frees what nobody uses. False: there was nothing.
+bool GpuDevice::release_unused(Pool& pool, GpuMemory kind) {
+  return std::erase_if(pool.free, [&](const Block& block) {
+           if (block.busy_until && !block.busy_until->reached()) return false;
+           kind == GpuMemory::kPinned ? api_->free_pinned(block.memory) : api_->free(block.memory);
+           return true;
+         }) != 0;
+}
+
 void* GpuDevice::borrow(GpuMemory kind, size_t bytes) {
   const size_t wanted = rounded(bytes);
   const std::lock_guard lock(mutex_);
@@ -81,7 +94,12 @@ void* GpuDevice::borrow(GpuMemory kind, size_t bytes) {
     chosen = std::move(*best);
     pool.free.erase(best);
   } else {
-    chosen.memory = kind == GpuMemory::kPinned ? api_->allocate_pinned(wanted) : api_->allocate(wanted);
+    try {
+      chosen.memory = allocate(kind, wanted);
+    } catch (const Error&) {
+      if (!release_unused(pool, kind)) throw;
+      chosen.memory = allocate(kind, wanted);
+    }
   }
   pool.lent[chosen.memory] = chosen.bytes;
   return chosen.memory;

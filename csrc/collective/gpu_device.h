@@ -97,6 +97,9 @@ class GpuDevice {
     std::map<void*, size_t> lent;
   };
 
+  void* allocate(GpuMemory kind, size_t bytes);
+  bool release_unused(Pool& pool, GpuMemory kind);
+
   const std::shared_ptr<CudaApi> api_;
   const int index_;
   const CudaApi::Stream stream_;

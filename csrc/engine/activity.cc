@@ -4,7 +4,7 @@
 #include <system_error>
 #include <utility>
 
-#include "engine/thread.h"
+#include "common/thread.h"
 
 namespace fusewire {
 

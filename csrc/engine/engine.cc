@@ -6,9 +6,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "common/thread.h"
 #include "engine/engine_impl.h"
 #include "engine/submission.h"
-#include "engine/thread.h"
 
 namespace fusewire {
 namespace {

@@ -4,7 +4,7 @@
 #include <system_error>
 #include <utility>
 
-#include "engine/thread.h"
+#include "common/thread.h"
 
 namespace fusewire {
 namespace {
@@ -47,7 +47,9 @@ void Executor::push(Assignment&& assignment) {
 bool Executor::claim(int64_t bytes_at_most, Assignment& out) {
   if (!has_runnable()) return false;
   const std::lock_guard lock(mutex_);
-  if (running_ || queue_.empty() || queue_.front().bytes > bytes_at_most) return false;
+  if (running_ || queue_.empty()) return false;
+  // Small ones only: and none that may wait for a GPU to end what is before it, or for a communicator to be made.
+  if (bytes_at_most != kAnySize && (queue_.front().bytes > bytes_at_most || queue_.front().uses_gpu())) return false;
   running_ = true;
   runnable_.store(false, std::memory_order_release);
   out = std::move(queue_.front());

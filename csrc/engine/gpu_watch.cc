@@ -4,7 +4,7 @@
 #include <string>
 #include <utility>
 
-#include "engine/thread.h"
+#include "common/thread.h"
 
 namespace fusewire {
 namespace {

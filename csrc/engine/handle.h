@@ -49,7 +49,7 @@ class HandleState {
     try {
       return !result_.event || result_.event->reached();
     } catch (const Error&) {
-      return true;  // CUDA has failed for good: nothing runs any more
+      return false;  // nobody knows what still runs: memory that is kept is better than memory that is written to
     }
   }
 

@@ -7,7 +7,7 @@
 
 #include "common/error.h"
 #include "common/futex.h"
-#include "engine/thread.h"
+#include "common/thread.h"
 #include "engine/timeline_writer.h"
 
 namespace fusewire {

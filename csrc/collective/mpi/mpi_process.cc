@@ -1,28 +1,14 @@
 #include "collective/mpi/mpi_process.h"
 
-#include <pthread.h>
-
-#include <csignal>
 #include <exception>
 
 #include "common/error.h"
+#include "common/thread.h"
 
 namespace fusewire {
 namespace {
 
 constexpr std::chrono::milliseconds kForEver{-1};
-
-// As the engine's own threads: no signal is handled here.
-std::thread start_quiet_thread(const std::function<void()>& main) {
-  sigset_t all;
-  sigset_t before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
-  std::thread thread(main);
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
-  pthread_setname_np(thread.native_handle(), "fw-mpi");
-  return thread;
-}
 
 }  // namespace
 
@@ -71,9 +57,9 @@ void MpiProcess::start() {
                       ", so that only its main thread may call MPI; Fusewire has threads of its own. Ask for "
                       "MPI_THREAD_MULTIPLE (mpi4py does by itself), or call fusewire.init() first");
     }
-    if (one_thread()) thread_ = start_quiet_thread([this] { thread_main(); });
+    if (one_thread()) thread_ = start_thread("fw-mpi", [this] { thread_main(); });
   } else {
-    thread_ = start_quiet_thread([this] { thread_main(); });
+    thread_ = start_thread("fw-mpi", [this] { thread_main(); });
     bool ended = false;
     on_thread([this] { enter(); }, kForEver, ended);
   }

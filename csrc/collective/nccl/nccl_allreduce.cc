@@ -20,7 +20,7 @@ class Allreduce {
 
   void run() {
     const auto members = static_cast<size_t>(context_.size());
-    const size_t most = context_.tuning.buffer_bytes / (numbers_.native ? 1 : members);
+    const size_t most = context_.tuning.buffer_bytes / (numbers_.native ? 1 : members) / 16 * 16;  // as row_stride()
     const std::vector<GpuRow> rows = cut_rows(bucket_, bucket_.wire, most);
     size_t longest = 0;
     for (const GpuRow& row : rows) longest = std::max(longest, row.bytes());

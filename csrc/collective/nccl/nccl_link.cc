@@ -3,10 +3,12 @@
 #include <algorithm>
 #include <cstring>
 #include <span>
+#include <system_error>
 #include <thread>
 #include <utility>
 
 #include "collective/host_exchange.h"
+#include "common/thread.h"
 
 namespace fusewire {
 namespace {
@@ -77,6 +79,7 @@ void NcclLink::meet() {
     if (result != NcclResult::kSuccess) fail("making a communicator", result);
   } catch (...) {
     abort();
+    if (aborter_.joinable()) aborter_.join();
     throw;
   }
 }
@@ -221,7 +224,14 @@ void NcclLink::exchange(const std::vector<NcclPart>& from, const std::vector<Ncc
 void NcclLink::abort() noexcept {
   aborted_ = true;
   cpu_.abort();
-  end();
+  const std::lock_guard lock(mutex_);
+  if (comm_ == nullptr) return;
+  const NcclComm comm = std::exchange(comm_, nullptr);
+  try {
+    aborter_ = start_thread("fw-nccl-end", [this, comm] { static_cast<void>(api_.abort(comm)); });
+  } catch (const std::system_error&) {  // no thread to be had
+    static_cast<void>(api_.abort(comm));
+  }
 }
 
 void NcclLink::check() {
@@ -267,8 +277,13 @@ void NcclLink::finish() {
 }
 
 void NcclLink::end() noexcept {
-  const std::lock_guard lock(mutex_);
-  if (comm_ != nullptr) static_cast<void>(api_.abort(std::exchange(comm_, nullptr)));
+  NcclComm comm = nullptr;
+  {
+    const std::lock_guard lock(mutex_);
+    comm = std::exchange(comm_, nullptr);
+  }
+  if (comm != nullptr) static_cast<void>(api_.abort(comm));
+  if (aborter_.joinable()) aborter_.join();
 }
 
 }  // namespace fusewire

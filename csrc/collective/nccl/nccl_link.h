@@ -7,6 +7,9 @@
 // watches over work on the device (check()), and whoever hears of a lost peer (abort()). NCCL wants one call at a time
 // on a communicator, so each call holds `mutex_`, for the call alone: what is waited for is waited for without it.
 //
+// ncclCommAbort is a call that waits, for what is on the GPU to end: for the work of another communicator that a lost
+// peer leaves stuck behind it, say, which is to be aborted next. So abort() has it called on a thread of its own.
+//
 // Note [A communicator that cannot be made]
 // The members cannot agree afterwards on whether all have one: those that have not wait inside of NCCL for the one that
 // failed. So that one stops the CPU plane, which ends the wait of the others, and the engine gives all of them its
@@ -20,6 +23,7 @@
 #include <mutex>
 #include <optional>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "collective/gpu_device.h"
@@ -97,6 +101,7 @@ class NcclLink {
   std::atomic<bool> aborted_{false};
   std::mutex mutex_;  // a leaf but for NCCL and CUDA
   NcclComm comm_ = nullptr;
+  std::thread aborter_;  // started under mutex_ by the first abort(), joined by end()
   std::optional<Error> failure_;
 };
 
