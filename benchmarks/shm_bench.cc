@@ -95,7 +95,6 @@ std::vector<Row> all_rows() {
   rows.push_back({"gpt2", f32, f32, gpt2()});
   rows.push_back({"1000x1000", f32, f32, std::vector<int64_t>(1000, 1000)});
   rows.push_back({"10000x8", f32, f32, std::vector<int64_t>(10'000, 8)});
-  rows.push_back({"bcast-64MB", f32, f32, {16 << 20}, OpKind::kBroadcast});
   rows.push_back({"bcast-4B", f32, f32, {1}, OpKind::kBroadcast});
   for (const auto& [name, count] : {std::pair{"adasum-4KB", 1 << 10}, std::pair{"adasum-64KB", 16 << 10},
                                     std::pair{"adasum-1MB", 1 << 18}, std::pair{"adasum-64MB", 16 << 20}}) {
@@ -103,7 +102,7 @@ std::vector<Row> all_rows() {
   }
   rows.push_back({"adasum-resnet50", f32, f32, resnet50(), OpKind::kAllreduce, ReduceOp::kAdasum});
   for (const auto& [name, kind] : {std::pair{"gather", OpKind::kAllgather}, std::pair{"a2a", OpKind::kAlltoall},
-                                   std::pair{"rs", OpKind::kReduceScatter}}) {
+                                   std::pair{"rs", OpKind::kReduceScatter}, std::pair{"bcast", OpKind::kBroadcast}}) {
     for (const auto& [size, bytes] :
          {std::pair{"4KB", 4 << 10}, std::pair{"16KB", 16 << 10}, std::pair{"64KB", 64 << 10},
           std::pair{"256KB", 256 << 10}, std::pair{"1MB", 1 << 20}, std::pair{"2MB", 2 << 20},

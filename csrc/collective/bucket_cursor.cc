@@ -136,6 +136,12 @@ std::byte* BucketCursor::output_at(int64_t begin, int64_t end) {
   return at;
 }
 
+const std::byte* BucketCursor::input_at(int64_t begin, int64_t end) {
+  const std::byte* at = nullptr;
+  for_each(begin, end, [&](const Piece& piece) { at = direct_ && piece.count == end - begin ? piece.in : nullptr; });
+  return at;
+}
+
 void BucketCursor::gather(int64_t begin, int64_t end, std::byte* staging) {
   for_each(begin, end, [&](const Piece& piece) {
     gather_part(piece, staging + static_cast<size_t>(piece.begin - begin) * wire_bytes_);

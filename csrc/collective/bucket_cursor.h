@@ -84,6 +84,9 @@ class BucketCursor {
   // Like in_place(), only this rank's business.
   std::byte* output_at(int64_t begin, int64_t end);
 
+  // The same of this rank's contribution.
+  const std::byte* input_at(int64_t begin, int64_t end);
+
   // This rank's contribution to [begin, end), into contiguous `staging`. The second form leaves holes where in_place().
   void gather(int64_t begin, int64_t end, std::byte* staging);
   void gather_staged(int64_t begin, int64_t end, std::byte* staging);

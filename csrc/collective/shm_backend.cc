@@ -124,8 +124,7 @@ class ShmBackend final : public Backend {
   void broadcast(const Bucket& bucket) {
     context_.cursor.assign(bucket, {bucket.dtype, bucket.dtype});
     context_.cursor.set_reads_inputs(options_.rank == bucket.root);
-    const size_t bytes = static_cast<size_t>(bucket.elements) * context_.cursor.wire_bytes();
-    shm_broadcast(context_, bucket.root, context_.geometry.for_copying(bytes));
+    shm_broadcast(context_, bucket.root);
   }
 
   void reduce_scatter(const Bucket& bucket) {

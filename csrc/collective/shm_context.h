@@ -51,8 +51,8 @@ void shm_allreduce_sliced(ShmContext& context, const Reduction& reduction, size_
 void shm_adasum_once(ShmContext& context, double factor);
 void shm_adasum_sliced(ShmContext& context, double factor, size_t chunk_bytes);
 
-// Chunk by chunk, the root packs and the others unpack.
-void shm_broadcast(ShmContext& context, int root, size_t chunk_bytes);
+// The root gives, the others take: context.cursor, which is not there any more afterwards.
+void shm_broadcast(ShmContext& context, int root);
 
 // Whose parts are which: backend.h Note [Counts]. These make their own rows.
 void shm_allgather(ShmContext& context, const Bucket& bucket);

@@ -13,8 +13,10 @@ namespace {
 // A part that goes through a slot crosses from core to core twice: the packer takes the slot's lines away from their
 // last reader, then the reader fetches them. Reading the giver's own memory saves the first crossing, and costs a
 // system call per part, which pins its pages one by one, and one more wait at the end: nobody may leave (and change its
-// input) before all have read it. That pays for medium sizes; small ones are quicker through slots, and large ones too,
-// since streaming stores go around the caches and the kernel's copy does not.
+// input) before all have read it. That pays for medium sizes; small ones are quicker through slots, and large ones
+// too, since streaming stores go around the caches and the kernel's copy does not. In a broadcast one rank gives and
+// has nothing else to do, so that last wait is the time of a copy, which is longer than a wait spins otherwise: without
+// more patience every one would end in a sleep and a wake-up, half as long again as the copy of 1 MB.
 //
 // Memory that cannot be read (a driver has mapped it, its owner is about to die, ...) shows only when it is tried. Who
 // meets some writes down, before it says that it is through, that this exchange failed; since everybody waits for
@@ -89,13 +91,13 @@ class DirectExchange {
     }
     const auto trace = context_.watch.step(ChunkStep::kUnpack);
     own_.copy_across(0, own_.elements());
-    if (context_.crowded) context_.waiter.wait_all(ShmStage::kPacked, number_);
+    if (context_.crowded && givers() > 1) context_.waiter.wait_all(ShmStage::kPacked, number_);
     bool good = true;
     for (int step = 1; good && step < context_.size(); ++step) good = take((context_.rank + step) % context_.size());
     if (!good) context_.region.progress(context_.rank).unreadable.store(number_, std::memory_order_relaxed);
     context_.waiter.note(ShmStage::kReduced, number_);
     context_.waiter.publish(ShmStage::kCopied, number_);
-    context_.waiter.wait_all(ShmStage::kCopied, number_);  // of everybody who reads this rank's memory
+    context_.waiter.wait_for_copies(ShmStage::kCopied, number_, longest_bytes());  // of everybody
     for (int rank = 0; rank < context_.size(); ++rank) {
       good = good && context_.region.progress(rank).unreadable.load(std::memory_order_relaxed) != number_;
     }
@@ -105,6 +107,21 @@ class DirectExchange {
  private:
   BucketCursor& row(int rank) { return context_.rows[static_cast<size_t>(rank)]; }
   Table table(int rank) const { return {context_.region.slot(rank, number_)}; }
+
+  // Ranks that this one takes from.
+  int givers() {
+    int count = 0;
+    for (int peer = 0; peer < context_.size(); ++peer) count += peer != context_.rank && row(peer).elements() > 0;
+    return count;
+  }
+
+  size_t longest_bytes() {
+    size_t most = 0;
+    for (const BucketCursor& one : context_.rows) {
+      most = std::max(most, static_cast<size_t>(one.elements()) * one.wire_bytes());
+    }
+    return most;
+  }
 
   void offer() {
     BucketCursor& given = row(context_.rank);

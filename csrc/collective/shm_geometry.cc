@@ -60,12 +60,16 @@ size_t ShmGeometry::for_copying(size_t bytes) const {
   return clamp(crowded_ ? look_up(kCrowded, bytes) : look_up(kSpinning, bytes));
 }
 
-bool ShmGeometry::directly(size_t bytes, size_t parts) const {
+bool ShmGeometry::directly(size_t bytes, size_t parts, size_t largest) const {
   constexpr size_t kSmallest = 32 << 10;
-  constexpr size_t kLargest = 4 << 20;
   constexpr size_t kSmallPart = 16 << 10;
   if (direct_bytes_ != 0) return bytes >= direct_bytes_;
-  return bytes >= kSmallest && bytes <= kLargest && bytes >= parts * kSmallPart;
+  return bytes >= kSmallest && bytes <= largest && bytes >= parts * kSmallPart;
 }
+
+bool ShmGeometry::directly(size_t bytes, size_t parts) const { return directly(bytes, parts, 4 << 20); }
+
+// Packing and unpacking are different ranks' work here, so with several chunks they overlap.
+bool ShmGeometry::broadcast_directly(size_t bytes, size_t parts) const { return directly(bytes, parts, 1 << 20); }
 
 }  // namespace fusewire

@@ -20,12 +20,15 @@ class ShmGeometry {
   // The chunk where a rank gives at most `bytes` to others, who only copy them.
   size_t for_copying(size_t bytes) const;
 
-  // Whether `bytes` in `parts` are better read from where they lie (shm_direct.cc Note [Direct exchange]).
+  // Whether `bytes` in `parts` are better read from where they lie (shm_direct.cc Note [Direct exchange]), where every
+  // rank gives that many, or only one does.
   bool directly(size_t bytes, size_t parts) const;
+  bool broadcast_directly(size_t bytes, size_t parts) const;
 
  private:
   struct Row;
   size_t clamp(size_t chunk) const;
+  bool directly(size_t bytes, size_t parts, size_t largest) const;
 
   int size_;
   size_t chunk_bytes_;

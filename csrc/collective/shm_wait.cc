@@ -12,7 +12,8 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 
-constexpr int kLooksPerClock = 8;  // reading the clock costs about as much as a pause
+constexpr size_t kBytesPerNanosecond = 8;  // half the speed at which one rank reads another's memory
+constexpr int kLooksPerClock = 8;          // reading the clock costs about as much as a pause
 
 std::string list(const std::vector<int>& ranks) {
   std::string text = ranks.size() == 1 ? "rank " : "ranks ";
@@ -69,17 +70,22 @@ bool ShmWaiter::fulfilled(int first, int last, ShmStage stage, int64_t chunk) {
   return true;
 }
 
-void ShmWaiter::wait(int first, int last, ShmStage stage, int64_t chunk) {
+void ShmWaiter::wait_for_copies(ShmStage stage, int64_t chunk, size_t bytes) {
+  const std::chrono::nanoseconds copying(bytes / kBytesPerNanosecond);
+  wait(0, region_.size(), stage, chunk, spin_.count() > 0 ? spin_ + copying : spin_);
+}
+
+void ShmWaiter::wait(int first, int last, ShmStage stage, int64_t chunk, std::chrono::nanoseconds spin) {
   throw_if_stopped();
   if (fulfilled(first, last, stage, chunk)) return;
   if (watch_ != nullptr) watch_->wait_begins();
-  wait_slowly(first, last, stage, chunk);
+  wait_slowly(first, last, stage, chunk, spin);
   if (watch_ != nullptr) watch_->wait_ends();
 }
 
-void ShmWaiter::wait_slowly(int first, int last, ShmStage stage, int64_t chunk) {
-  if (spin_.count() > 0) {
-    const auto until = Clock::now() + spin_;
+void ShmWaiter::wait_slowly(int first, int last, ShmStage stage, int64_t chunk, std::chrono::nanoseconds spin) {
+  if (spin.count() > 0) {
+    const auto until = Clock::now() + spin;
     do {
       for (int i = 0; i < kLooksPerClock; ++i) {
         cpu_relax();

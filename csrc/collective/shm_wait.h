@@ -45,8 +45,12 @@ class ShmWaiter {
 
   // Until every other rank has published `chunk` (or a later one). Throws what stop() was called with, on any rank;
   // kStalled when it takes longer than `abort_after`, which stops every rank.
-  void wait_all(ShmStage stage, int64_t chunk) { wait(0, region_.size(), stage, chunk); }
-  void wait_for(int peer, ShmStage stage, int64_t chunk) { wait(peer, peer + 1, stage, chunk); }
+  void wait_all(ShmStage stage, int64_t chunk) { wait(0, region_.size(), stage, chunk, spin_); }
+  void wait_for(int peer, ShmStage stage, int64_t chunk) { wait(peer, peer + 1, stage, chunk, spin_); }
+
+  // wait_all() for ranks that are at work on it: a sleep (where sleeping is not all there is) begins only after as long
+  // as moving `bytes` may take.
+  void wait_for_copies(ShmStage stage, int64_t chunk, size_t bytes);
 
   // Makes every rank's wait, in progress or to come, throw an Error with this code and rank. The first call counts.
   // Thread-safe.
@@ -58,8 +62,8 @@ class ShmWaiter {
 
  private:
   bool fulfilled(int first, int last, ShmStage stage, int64_t chunk);
-  void wait(int first, int last, ShmStage stage, int64_t chunk);
-  void wait_slowly(int first, int last, ShmStage stage, int64_t chunk);
+  void wait(int first, int last, ShmStage stage, int64_t chunk, std::chrono::nanoseconds spin);
+  void wait_slowly(int first, int last, ShmStage stage, int64_t chunk, std::chrono::nanoseconds spin);
   void sleep(int first, int last, ShmStage stage, int64_t chunk, std::chrono::nanoseconds limit);
   void wake_fulfilled();
   std::vector<int> behind(int first, int last, ShmStage stage, int64_t chunk) const;

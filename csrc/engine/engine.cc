@@ -2,6 +2,7 @@
 
 #include <pthread.h>
 #include <sched.h>
+#include <unistd.h>
 
 #include <algorithm>
 #include <utility>
@@ -13,16 +14,21 @@
 namespace fusewire {
 namespace {
 
-int online_cores() {
-  cpu_set_t cores;
-  if (sched_getaffinity(0, sizeof(cores), &cores) == 0) return CPU_COUNT(&cores);
-  return static_cast<int>(std::thread::hardware_concurrency());
+// Cores that this host's ranks have together. mpirun and others bind each rank to cores of its own, so what all may use
+// is what their launcher, the parent process, may.
+int ranks_cores() {
+  int most = 0;
+  for (const pid_t process : {pid_t{0}, getppid()}) {
+    cpu_set_t cores;
+    if (sched_getaffinity(process, sizeof(cores), &cores) == 0) most = std::max(most, CPU_COUNT(&cores));
+  }
+  return most > 0 ? most : static_cast<int>(std::thread::hardware_concurrency());
 }
 
 // A spinning thread only helps while its peer runs at the same time.
 std::chrono::microseconds spin_time(const Config& config, int local_ranks) {
   if (config.spin_us >= 0) return std::chrono::microseconds(config.spin_us);
-  return std::chrono::microseconds(online_cores() >= local_ranks ? 20 : 0);
+  return std::chrono::microseconds(ranks_cores() >= local_ranks ? 20 : 0);
 }
 
 std::chrono::nanoseconds to_duration(double seconds) {

@@ -33,12 +33,15 @@ TEST_P(ShmBroadcast, RootsValuesEverywhere) {
   const auto body = [&](int rank, Backend& backend) { return run_cases(cases, expected, rank, backend); };
   ShmOptions options;
   options.chunk_bytes = 1024;
-  for (const int spin : {0, 20}) {
-    options.spin = std::chrono::microseconds(spin);
-    EXPECT_EQ(run_threads(GetParam(), options, body), "");
+  for (const int64_t direct_bytes : {0, 1}) {  // through slots, all of these are small; read from where they lie
+    options.direct_bytes = direct_bytes;
+    for (const int spin : {0, 20}) {
+      options.spin = std::chrono::microseconds(spin);
+      EXPECT_EQ(run_threads(GetParam(), options, body), "");
 #if !defined(__SANITIZE_THREAD__)
-    EXPECT_EQ(run_processes(GetParam(), options, body), "");
+      EXPECT_EQ(run_processes(GetParam(), options, body), "");
 #endif
+    }
   }
 }
 

@@ -12,7 +12,9 @@ using Purpose = MpiLink::Purpose;
 class Broadcast {
  public:
   Broadcast(MpiContext& context, int root)
-      : context_(context), cursor_(context.cursor), step_(context.message_elements(cursor_.wire_bytes())) {
+      : context_(context),
+        cursor_(context.cursor),
+        step_(context.message_elements(cursor_.wire_bytes()) * (context.size() == 2 ? kUnrelayed : 1)) {
     const int size = context.size();
     const int place = (context.rank() - root + size) % size;  // in the tree; the root's is 0
     const int reach = place == 0 ? size : place & -place;     // places [place, place + reach) are this one's branch
@@ -20,8 +22,6 @@ class Broadcast {
       children_.insert(children_.begin(), (context.rank() + further) % size);  // the largest branch first
     }
     parent_ = place == 0 ? -1 : (context.rank() - reach + size) % size;
-    const int64_t longest = std::min(step_, cursor_.elements());
-    for (size_t i = 0; i < 2; ++i) context.stage(i, static_cast<size_t>(longest) * cursor_.wire_bytes());
   }
 
   void run() {
@@ -58,14 +58,23 @@ class Broadcast {
   // Where message k is received.
   std::byte* place(int64_t k) {
     std::byte* const there = cursor_.output_at(begin(k), end(k));
-    return there != nullptr ? there : context_.staging[static_cast<size_t>(k % 2)].data();
+    return there != nullptr ? there : staging(k);
   }
 
   const std::byte* source(int64_t k) {
-    return cursor_.in_order(begin(k), end(k), context_.staging[static_cast<size_t>(k % 2)].data());
+    const std::byte* const there = cursor_.input_at(begin(k), end(k));
+    if (there != nullptr) return there;
+    cursor_.gather(begin(k), end(k), staging(k));
+    return staging(k);
   }
 
+  // Message k-2, which lay here before, has been waited for.
+  std::byte* staging(int64_t k) { return context_.stage(static_cast<size_t>(k % 2), bytes(k)); }
+
   void receive(int64_t k) { context_.link.receive(from_parent(k), parent_, place(k), bytes(k)); }
+
+  // Between two members nobody passes anything on, so messages are that many times longer: a rendezvous less per each.
+  static constexpr int64_t kUnrelayed = 8;
 
   MpiContext& context_;
   BucketCursor& cursor_;

@@ -21,6 +21,8 @@ constexpr int kTags = 32768;  // MPI guarantees 0 to 32767
 // Once a bucket's messages move, a peer is copying, and this rank's own part of the transfer gets on only while it
 // calls MPI: so many times longer a wait then looks before it naps.
 constexpr int kMoving = 50;
+// About half the speed at which MPI copies from process to process.
+constexpr size_t kBytesPerNanosecond = 8;
 constexpr microseconds kShortestNap{10};
 constexpr microseconds kLongestNap{500};
 constexpr std::chrono::milliseconds kCancelTime{50};
@@ -115,10 +117,14 @@ MpiJob::~MpiJob() {
 // What a wait does between two looks.
 class MpiLink::Pause {
  public:
-  explicit Pause(MpiLink& link) : link_(link), since_(Clock::now()) {}
+  Pause(MpiLink& link, size_t bytes) : link_(link), since_(Clock::now()) {
+    const std::chrono::nanoseconds copying(bytes / kBytesPerNanosecond);
+    patience_ = link.moving_ ? kMoving * link.spin_ : std::min(link.spin_ + copying, kMoving * link.spin_);
+  }
 
   void got_on() {
     since_ = Clock::now();
+    patience_ = kMoving * link_.spin_;
     nap_ = kShortestNap;
   }
 
@@ -127,7 +133,7 @@ class MpiLink::Pause {
   bool take(Asleep&& asleep) {
     const auto now = Clock::now();
     if (link_.abort_after_.count() > 0 && now - since_ > link_.abort_after_) return true;
-    if (now - since_ < (link_.moving_ ? kMoving : 1) * link_.spin_) {
+    if (now - since_ < patience_) {
       cpu_relax();
       return false;
     }
@@ -143,6 +149,7 @@ class MpiLink::Pause {
  private:
   MpiLink& link_;
   Clock::time_point since_;
+  std::chrono::nanoseconds patience_;
   microseconds nap_ = kShortestNap;
   std::unique_ptr<PunctualThread> punctual_;
 };
@@ -159,7 +166,9 @@ MpiLink::MpiLink(std::shared_ptr<MpiJob> job, const MpiOptions& options, StopWor
   for (const int32_t rank : options.ranks) peers_.push_back(job_->mpi_rank(rank));
 }
 
-void MpiLink::add(Purpose purpose, int peer, bool receive, const MpiRequest& request) {
+void MpiLink::add(Purpose purpose, int peer, bool receive, const MpiRequest& request, size_t bytes) {
+  if (outstanding_[purpose] == 0) bytes_[purpose] = 0;
+  bytes_[purpose] += bytes;
   requests_.push_back(request);
   flights_.push_back({peer, purpose, receive});
   ++outstanding_[purpose];
@@ -170,7 +179,7 @@ void MpiLink::send(Purpose purpose, int peer, const std::byte* data, size_t byte
   MpiRequest request;
   check_mpi(api_, api_.send(data, static_cast<int>(bytes), peers_[static_cast<size_t>(peer)], tag_, comm_, request),
             "MPI_Isend");
-  add(purpose, peer, false, request);
+  add(purpose, peer, false, request, bytes);
 }
 
 void MpiLink::receive(Purpose purpose, int peer, std::byte* data, size_t bytes) {
@@ -178,7 +187,7 @@ void MpiLink::receive(Purpose purpose, int peer, std::byte* data, size_t bytes) 
   MpiRequest request;
   check_mpi(api_, api_.receive(data, static_cast<int>(bytes), peers_[static_cast<size_t>(peer)], tag_, comm_, request),
             "MPI_Irecv");
-  add(purpose, peer, true, request);
+  add(purpose, peer, true, request, bytes);
 }
 
 bool MpiLink::progress() {
@@ -201,7 +210,7 @@ void MpiLink::wait(Purpose purpose) {
   stop_.throw_if_stopped("an MPI collective");
   if (outstanding_[purpose] == 0 || (progress() && outstanding_[purpose] == 0)) return;
   watch_.wait_begins();
-  Pause pause(*this);
+  Pause pause(*this, bytes_[purpose]);
   while (outstanding_[purpose] > 0) {
     stop_.throw_if_stopped("an MPI collective");
     if (progress()) {

@@ -97,7 +97,7 @@ class MpiLink {
   };
   class Pause;
 
-  void add(Purpose purpose, int peer, bool receive, const MpiRequest& request);
+  void add(Purpose purpose, int peer, bool receive, const MpiRequest& request, size_t bytes);
   bool progress();
   void publish_laggards(Purpose purpose);
   [[noreturn]] void give_up();
@@ -115,6 +115,7 @@ class MpiLink {
   std::vector<MpiRequest> requests_;
   std::vector<Flight> flights_;  // the same order
   int outstanding_[kPurposes] = {};
+  size_t bytes_[kPurposes] = {};  // of those, and of those that have completed since there were none
   std::vector<int> finished_;
   ChunkStopwatch watch_;
   SignalGate signals_;
