@@ -37,10 +37,13 @@ def one_rank_is_late(late, how, seconds):
 @pytest.mark.parametrize("late", [0, 1], ids=["the root", "another"])
 @pytest.mark.parametrize("how", ["sleeps", "computes", "holds the GIL in C"])
 def test_it_has_the_python_stack_of_the_late_rank(launcher, how, late):
-    ended = launcher.run(one_rank_is_late, 3, late, how, 2.8)
-    for end in ended:
-        assert end.code == 0, end.errors
-    report = ended[0].errors
+    for _ in range(4):  # a rank has half a second to answer, and a busy machine may not let it
+        ended = launcher.run(one_rank_is_late, 3, late, how, 2.8)
+        for end in ended:
+            assert end.code == 0, end.errors
+        report = ended[0].errors
+        if f"what rank {late} does:" in report:
+            break
     assert f"rank {late} has not submitted 'layer1.weight'" in report
     assert f"rank {late} last submitted 'together'" in report
     assert f"what rank {late} does:" in report
