@@ -189,9 +189,8 @@ def _launch(descriptor) -> None:
 
 def _become_rank(payload, rank, variables) -> None:
     os.setsid()
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # tests that run in the background inherit its being ignored
+    # A shell has the jobs that it runs in the background ignore it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     folder = Path(payload).parent
     for number, name in ((1, "out"), (2, "err")):
         os.dup2(os.open(folder / f"{rank}.{name}", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), number)
