@@ -129,7 +129,7 @@ def _cuda_kernels() -> tuple[str, str]:
 def _machine() -> Iterator[Row]:
     cores = len(os.sched_getaffinity(0))
     spin = os.environ.get("FUSEWIRE_SPIN_US")
-    default = f"20 us with up to {cores} local ranks, none with more"
+    default = f"20 us with up to {cores} local ranks, or as many as their launcher has cores; none with more"
     yield (
         "cores",
         "",

@@ -79,7 +79,7 @@ void NcclLink::meet() {
     if (result != NcclResult::kSuccess) fail("making a communicator", result);
   } catch (...) {
     abort();
-    if (aborter_.joinable()) aborter_.join();
+    end();
     throw;
   }
 }
